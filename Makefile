@@ -1,0 +1,51 @@
+# Every command of the repository. `make help` lists them.
+
+# Installed before the package, so that the version is one the suite is known to pass with.
+TORCH ?= torch==2.13.0
+# Handed to pytest, for example: make test PYTEST_ARGS="-x -k rotary"
+PYTEST_ARGS ?=
+
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+# The GPU machine has no network and so no .venv: there, the python3 that holds torch is used.
+PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) python3)
+CSRC = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: help demo test lint build gpu-check gpu-fresh clean
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: build  ## run attention on the best backend present, each result checked and timed
+	$(VENV)/bin/python -m flash_attn.demo
+
+test: build  ## run the whole test suite (tests of absent hardware are skipped)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)  ## ruff, mypy, clang-format; changes nothing
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(CSRC)
+
+build: $(INSTALLED)  ## compile the CUDA extension in place, incrementally (one line without nvcc)
+	$(VENV)/bin/python setup.py build_ext --inplace
+
+gpu-check:  ## on a GPU machine: build, all tests, smoke benchmark; writes benchmarks/results/<gpu>/check.json
+	$(PYTHON) setup.py build_ext --inplace
+	$(PYTHON) -m benchmarks.gpu_check
+
+gpu-fresh:  ## is the record of gpu-check of the tree as it stands? one line, and the exit status
+	@$(PYTHON) -m benchmarks.gpu_check --fresh
+
+clean:  ## remove build products and caches (.venv stays)
+	rm -rf build dist *.egg-info flash_attn/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find benchmarks flash_attn tests -name __pycache__ -prune -exec rm -rf {} +
+
+# The package is installed in place (editable) without its kernels; `build` compiles those, once for
+# every command, into the source tree.
+$(INSTALLED): pyproject.toml
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install '$(TORCH)'
+	FLASH_ATTN_SKIP_CUDA=1 $(VENV)/bin/pip install --editable '.[dev]'
+	touch $@
