@@ -5,7 +5,10 @@
 
 namespace flash {
 
-enum class DType : uint8_t { kFloat16, kBFloat16 };
+enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32 };
+
+// What a kernel is compiled for. kPlain has no softcap, ALiBi or dropout; kFull has all of them.
+enum class FeatureSet : uint8_t { kPlain, kFull };
 
 // One attention forward over dense tensors. Strides are in elements; the last dimension is contiguous.
 struct ForwardParams {
