@@ -1,0 +1,336 @@
+"""Compiles csrc/ into flash_attn._C with ninja: what setup.py does, kept importable for the tests.
+
+Everything is written under build/. Only the Python module's own object depends on the version of Python
+(build/<its ABI tag>/), so several versions share one set of kernel objects (build/kernels/). Commands hold no
+path of the machine: paths reach the compiler through the environment of ninja. So build/ can be carried to
+another machine with the same sources and nothing is compiled twice.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+# Relative to ROOT, where ninja runs.
+BUILD = Path("build")
+GENERATED = BUILD / "generated"
+KERNELS = BUILD / "kernels"
+PTXAS_REPORTS = BUILD / "ptxas"
+
+OLDEST_CUDA = (12, 0)
+# What one compiler process may need at its peak; bounds the default number of jobs.
+JOB_MEMORY = 2 << 30
+
+# Architecture as users name it -> (kernel family, compiler targets). PTX of compute_80 runs on every newer GPU
+# through the driver's compiler; code for 90a runs on 9.0 alone.
+ARCHITECTURES = {
+    "80": ("sm80", "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80"),
+    "90a": ("sm90", "-gencode=arch=compute_90a,code=sm_90a"),
+}
+CPP_DTYPES = {"fp16": ("__half", "kFloat16"), "bf16": ("__nv_bfloat16", "kBFloat16")}
+CPP_FEATURES = {"plain": "kPlain", "full": "kFull"}
+
+
+class BuildError(SystemExit):
+    """Ends the build with a message for the user and no traceback."""
+
+
+@dataclass(frozen=True)
+class Instantiation:
+    """One compiled kernel: one generated .cu file, one object, one row of the dispatch table."""
+
+    family: str
+    dtype: str
+    headdim: int
+    features: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}_forward_{self.dtype}_d{self.headdim}_{self.features}"
+
+
+# The one table of what is compiled.
+INSTANTIATIONS = tuple(
+    Instantiation(*row) for row in product(("sm80",), ("fp16", "bf16"), (64, 128), ("plain",))
+)
+
+
+# --- Settings from the environment -----------------------------------------------------------------------------------
+
+
+def skip_cuda(environ: Mapping[str, str]) -> bool:
+    value = environ.get("FLASH_ATTN_SKIP_CUDA", "0")
+    if value not in ("", "0", "1"):
+        raise BuildError(f"FLASH_ATTN_SKIP_CUDA={value!r}: accepted are 1 (no extension) and 0")
+    return value == "1"
+
+
+def selected_instantiations(environ: Mapping[str, str]) -> list[Instantiation]:
+    """The rows of the table that FLASH_ATTN_CUDA_ARCHS and FLASH_ATTN_ONLY leave."""
+    archs = environ.get("FLASH_ATTN_CUDA_ARCHS", "") or "80;90a"
+    unknown = [arch for arch in archs.split(";") if arch not in ARCHITECTURES]
+    if unknown:
+        raise BuildError(
+            f"FLASH_ATTN_CUDA_ARCHS={archs!r}: unknown {unknown}; "
+            f"accepted are {', '.join(ARCHITECTURES)}, separated by semicolons"
+        )
+    families = {ARCHITECTURES[arch][0] for arch in archs.split(";")}
+    rows = [row for row in INSTANTIATIONS if row.family in families]
+    if not rows:
+        raise BuildError(f"FLASH_ATTN_CUDA_ARCHS={archs!r}: no kernels of this version are for it")
+
+    only = environ.get("FLASH_ATTN_ONLY", "")
+    patterns = [pattern.strip() for pattern in only.split(",") if pattern.strip()]
+    if patterns:
+        names = [row.name for row in rows]
+        rows = [row for row in rows if any(fnmatchcase(row.name, f"*{p}*") for p in patterns)]
+        if not rows:
+            raise BuildError(f"FLASH_ATTN_ONLY={only!r} matches none of {', '.join(names)}")
+    return rows
+
+
+def job_count(environ: Mapping[str, str]) -> int:
+    value = environ.get("MAX_JOBS", "")
+    if value:
+        if not value.isdecimal() or int(value) == 0:
+            raise BuildError(f"MAX_JOBS={value!r}: accepted is a whole number of at least 1")
+        return int(value)
+    cores = len(os.sched_getaffinity(0))
+    available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    if available is None:
+        return cores
+    return max(1, min(cores, int(available[1]) * 1024 // JOB_MEMORY))
+
+
+# --- Tools -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaToolkit:
+    nvcc: Path
+    version: tuple[int, int]
+    include: Path
+
+
+def find_nvcc(environ: Mapping[str, str]) -> Path | None:
+    """nvcc of CUDA_HOME, else of PATH. Nowhere else, so that hiding it there means building without it."""
+    home = environ.get("CUDA_HOME")
+    places = [os.path.join(home, "bin")] if home else []
+    places.append(environ.get("PATH", ""))
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
+    return Path(nvcc) if nvcc else None
+
+
+def read_toolkit(nvcc: Path) -> CudaToolkit:
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    if release is None:
+        raise BuildError(f"{nvcc} --version printed no release:\n{answer.stdout}{answer.stderr}")
+    version = (int(release[1]), int(release[2]))
+    if version < OLDEST_CUDA:
+        raise BuildError(
+            f"{nvcc} is CUDA {version[0]}.{version[1]}; {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} or newer is needed. "
+            "Set CUDA_HOME to a newer toolkit, or FLASH_ATTN_SKIP_CUDA=1 to install without the extension"
+        )
+    # nvcc may be a wrapper anywhere on PATH: ask it where its toolkit lies.
+    dryrun = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
+    include = re.search(r'INCLUDES="-I(.+?)"', dryrun)
+    if include is None:
+        raise BuildError(f"{nvcc} --dryrun named no include folder:\n{dryrun}")
+    return CudaToolkit(nvcc, version, Path(include[1]))
+
+
+def find_ninja() -> str:
+    """The ninja of the Python package, which an isolated build has, else the system's."""
+    try:
+        import ninja
+    except ImportError:
+        found = shutil.which("ninja")
+        if found is None:
+            raise BuildError("ninja was not found: pip install ninja") from None
+        return found
+    return os.path.join(ninja.BIN_DIR, "ninja")
+
+
+# --- Generated sources -----------------------------------------------------------------------------------------------
+
+
+def kernel_source(row: Instantiation) -> str:
+    cpp_dtype, _ = CPP_DTYPES[row.dtype]
+    features = f"FeatureSet::{CPP_FEATURES[row.features]}"
+    return f"""\
+// Written by build_support.py.
+#include "{row.family}/forward_launch.cuh"
+
+namespace flash {{
+
+void {row.name}(const ForwardParams& params, cudaStream_t stream) {{
+  {row.family}::launch_forward<{cpp_dtype}, {row.headdim}, {features}>(params, stream);
+}}
+
+}}  // namespace flash
+"""
+
+
+def instantiations_header(rows: list[Instantiation], only: str) -> str:
+    """The dispatch table: csrc/dispatch.cpp includes it, after the definition of Instantiation."""
+    declarations = "\n".join(
+        f"void {row.name}(const ForwardParams&, cudaStream_t);" for row in rows
+    )
+    entries = "\n".join(
+        f'    {{"{row.family}", DType::{CPP_DTYPES[row.dtype][1]}, {row.headdim}, '
+        f"FeatureSet::{CPP_FEATURES[row.features]}, {row.name}}},"
+        for row in rows
+    )
+    return f"""\
+// Written by build_support.py.
+#pragma once
+
+namespace flash {{
+
+{declarations}
+
+inline constexpr Instantiation kInstantiations[] = {{
+{entries}
+}};
+
+// The FLASH_ATTN_ONLY that the table was built with.
+inline constexpr char kOnly[] = {json.dumps(only)};
+
+}}  // namespace flash
+"""
+
+
+def ninja_manifest(rows: list[Instantiation], python_tag: str) -> str:
+    """build.ninja. Compiler messages are shown, except ptxas statistics, which go to PTXAS_REPORTS."""
+    gencode = {family: targets for family, targets in ARCHITECTURES.values()}
+    python = BUILD / python_tag
+    lines = f"""\
+builddir = {BUILD}
+flags = -std=c++17 -O3 -Icsrc -I{GENERATED} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
+
+rule kernel
+  command = nvcc $flags $gencode -Xptxas -v -MMD -MF $out.d -c $in -o $out > $report 2>&1; status=$$?; $
+      grep -v -e '^ptxas info' -e 'bytes stack frame' $report; exit $$status
+  depfile = $out.d
+  description = nvcc $in
+
+rule host
+  command = nvcc $flags -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  description = nvcc $in
+
+rule link
+  command = nvcc -shared -cudart static -nodlink -Xlinker --exclude-libs=ALL $in -o $out
+  description = link $out
+
+""".splitlines()
+    objects = []
+    for row in rows:
+        target, report = KERNELS / f"{row.name}.o", PTXAS_REPORTS / f"{row.name}.txt"
+        source = GENERATED / f"{row.name}.cu"
+        lines += [
+            f"build {target} | {report}: kernel {source} | {KERNELS}/toolchain.txt",
+            f"  gencode = {gencode[row.family]}",
+            f"  report = {report}",
+        ]
+        objects.append(target)
+    for name, folder in (("dispatch", KERNELS), ("bindings", python)):
+        target = folder / f"{name}.o"
+        lines.append(f"build {target}: host csrc/{name}.cpp | {folder}/toolchain.txt")
+        objects.append(target)
+    lines.append(f"build {python}/_C.so: link {' '.join(map(str, objects))}")
+    return "\n".join([*lines, ""])
+
+
+# --- The build -------------------------------------------------------------------------------------------------------
+
+
+def write_if_changed(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path
+
+
+def settle_times(inputs: Iterable[Path], record: Path) -> None:
+    """Make modification times follow content, since ninja compares times alone.
+
+    A checkout or a copy gives unchanged files a new time, and a copy can give a changed file an old one. A file whose
+    content is as recorded gets its recorded time back; one whose content changed counts as changed now.
+    """
+    known = json.loads(record.read_text()) if record.exists() else {}
+    seen = {}
+    for path in inputs:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if str(path) in known:
+            old_digest, old_time = known[str(path)]
+            mtime = old_time if digest == old_digest else time.time_ns()
+            os.utime(path, ns=(mtime, mtime))
+        seen[str(path)] = (digest, path.stat().st_mtime_ns)
+    record.write_text(json.dumps({**known, **seen}, indent=1))
+
+
+def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
+    """Compile and link what changed; the module's path."""
+    import pybind11
+
+    started = time.perf_counter()
+    rows, jobs, ninja = selected_instantiations(environ), job_count(environ), find_ninja()
+    toolkit = read_toolkit(nvcc)
+    os.chdir(ROOT)
+    PTXAS_REPORTS.mkdir(parents=True, exist_ok=True)
+
+    python_tag = sysconfig.get_config_var("SOABI")
+    cuda_version = "CUDA {}.{}\n".format(*toolkit.version)
+    only = environ.get("FLASH_ATTN_ONLY", "")
+    inputs = [write_if_changed(GENERATED / f"{row.name}.cu", kernel_source(row)) for row in rows]
+    inputs += [
+        write_if_changed(GENERATED / "instantiations.h", instantiations_header(rows, only)),
+        # No path of these tools is in a command, so a change of version would go unnoticed.
+        write_if_changed(KERNELS / "toolchain.txt", cuda_version),
+        write_if_changed(
+            BUILD / python_tag / "toolchain.txt",
+            f"{cuda_version}pybind11 {pybind11.__version__}\n",
+        ),
+    ]
+    inputs += sorted(path for path in Path("csrc").rglob("*") if path.is_file())
+    settle_times(inputs, BUILD / "times.json")
+    manifest = write_if_changed(BUILD / "build.ninja", ninja_manifest(rows, python_tag))
+
+    # Folders named in this variable count as the system's: -MMD leaves their headers out.
+    includes = (
+        toolkit.include,
+        sysconfig.get_path("include"),
+        pybind11.get_include(),
+        environ.get("CPLUS_INCLUDE_PATH", ""),
+    )
+    tools = {
+        "PATH": os.pathsep.join((str(nvcc.parent), environ.get("PATH", ""))),
+        "CPLUS_INCLUDE_PATH": os.pathsep.join(str(folder) for folder in includes if str(folder)),
+    }
+    print(
+        f"{nvcc} (CUDA {toolkit.version[0]}.{toolkit.version[1]}), {len(rows)} kernels, {jobs} jobs",
+        flush=True,
+    )
+    command = [ninja, "-f", str(manifest), "-j", str(jobs)]
+    status = subprocess.run(command, env={**environ, **tools}).returncode
+    if status != 0:
+        raise BuildError(
+            f"The extension did not compile: ninja ended with {status}, messages are above"
+        )
+
+    module = BUILD / python_tag / "_C.so"
+    seconds, size = time.perf_counter() - started, module.stat().st_size / 1e6
+    print(f"{module}: {size:.2f} MB, {len(rows)} kernels, {seconds:.1f} s", flush=True)
+    return module

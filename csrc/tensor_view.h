@@ -1,0 +1,114 @@
+// A torch.Tensor as the kernels need it, read through Python attributes: nothing of libtorch is
+// linked, so one build serves every torch.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "params.h"
+
+namespace flash {
+
+struct TensorView {
+  static constexpr int kMaxDims = 5;
+
+  void* data = nullptr;
+  std::optional<DType> dtype;  // empty: one that no kernel takes
+  int ndim = 0;
+  std::array<int64_t, kMaxDims> size{};
+  std::array<int64_t, kMaxDims> stride{};  // in elements
+  int device = -1;                         // CUDA ordinal; -1 on the CPU
+};
+
+namespace detail {
+
+// What every conversion needs of torch. It lives as long as the process.
+struct TorchNames {
+  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* shape = PyUnicode_InternFromString("shape");
+  PyObject* stride = PyUnicode_InternFromString("stride");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* get_device = PyUnicode_InternFromString("get_device");
+  PyObject* tensor_type;
+  PyObject* float16;
+  PyObject* bfloat16;
+  PyObject* float32;
+
+  TorchNames() {
+    const auto torch = pybind11::module_::import("torch");
+    const auto keep = [&](const char* name) {
+      return pybind11::object(torch.attr(name)).release().ptr();
+    };
+    tensor_type = keep("Tensor");
+    float16 = keep("float16");
+    bfloat16 = keep("bfloat16");
+    float32 = keep("float32");
+  }
+
+  static const TorchNames& get() {
+    static const TorchNames names;
+    return names;
+  }
+};
+
+inline pybind11::object checked(PyObject* result) {
+  if (result == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(result);
+}
+
+inline pybind11::object call_method(pybind11::handle object, PyObject* method) {
+  return checked(PyObject_CallMethodNoArgs(object.ptr(), method));
+}
+
+inline pybind11::object attribute(pybind11::handle object, PyObject* name) {
+  return checked(PyObject_GetAttr(object.ptr(), name));
+}
+
+// shape and stride() are tuples of int.
+inline int read_tuple(pybind11::handle tuple, std::array<int64_t, TensorView::kMaxDims>& values) {
+  const Py_ssize_t length = PyTuple_GET_SIZE(tuple.ptr());
+  if (length > TensorView::kMaxDims) {
+    throw pybind11::value_error("a tensor of more than 5 dimensions");
+  }
+  for (Py_ssize_t i = 0; i < length; ++i) {
+    values[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
+  }
+  return static_cast<int>(length);
+}
+
+inline TensorView view_tensor(pybind11::handle tensor) {
+  const TorchNames& names = TorchNames::get();
+  TensorView view;
+  view.data = PyLong_AsVoidPtr(call_method(tensor, names.data_ptr).ptr());
+  view.ndim = read_tuple(attribute(tensor, names.shape), view.size);
+  read_tuple(call_method(tensor, names.stride), view.stride);
+  view.device = static_cast<int>(PyLong_AsLong(call_method(tensor, names.get_device).ptr()));
+  const auto dtype = attribute(tensor, names.dtype);
+  if (dtype.ptr() == names.float16) view.dtype = DType::kFloat16;
+  if (dtype.ptr() == names.bfloat16) view.dtype = DType::kBFloat16;
+  if (dtype.ptr() == names.float32) view.dtype = DType::kFloat32;
+  return view;
+}
+
+}  // namespace detail
+}  // namespace flash
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<flash::TensorView> {
+  PYBIND11_TYPE_CASTER(flash::TensorView, const_name("torch.Tensor"));
+
+  bool load(handle source, bool /*convert*/) {
+    auto* tensor = reinterpret_cast<PyTypeObject*>(flash::detail::TorchNames::get().tensor_type);
+    // pybind11 then raises TypeError with the signature.
+    if (!PyObject_TypeCheck(source.ptr(), tensor)) return false;
+    value = flash::detail::view_tensor(source);
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail

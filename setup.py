@@ -1,0 +1,54 @@
+"""Adds the CUDA extension to what pyproject.toml declares, where nvcc is found."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).parent))
+import build_support
+
+NVCC = None if build_support.skip_cuda(os.environ) else build_support.find_nvcc(os.environ)
+
+
+def explain_missing_extension() -> None:
+    if NVCC is None:
+        why = (
+            "FLASH_ATTN_SKIP_CUDA=1"
+            if build_support.skip_cuda(os.environ)
+            else "no nvcc in CUDA_HOME or PATH"
+        )
+        print(f"flash_attn without its CUDA extension ({why}): the pure-Python part runs anywhere")
+
+
+class BuildPython(build_py):
+    def run(self) -> None:
+        explain_missing_extension()
+        # setuptools packs the whole folder, with whatever an earlier build left in it.
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class BuildExtension(build_ext):
+    def run(self) -> None:
+        if NVCC is None:
+            explain_missing_extension()
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        assert NVCC is not None
+        module = build_support.build_extension(os.environ, NVCC)
+        target = self.get_ext_fullpath(ext.name)
+        self.mkpath(os.path.dirname(target))
+        self.copy_file(str(module), target)
+
+
+setup(
+    ext_modules=[Extension("flash_attn._C", sources=[])] if NVCC else [],
+    cmdclass={"build_py": BuildPython, "build_ext": BuildExtension},
+)
