@@ -1,0 +1,1 @@
+"""Layers built on attention: rotary position embedding."""

@@ -1,0 +1,325 @@
+"""Rotary position embedding for queries and keys, with the XPos extension."""
+
+import torch
+from torch import Tensor, nn
+
+from flash_attn._rotary import apply_rotary, rotate
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+]
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | Tensor | None = None,
+) -> Tensor:
+    """Rotate queries or keys by their positions. Differentiable.
+
+    Parameters
+    ----------
+    x : (batch, seqlen, nheads, headdim), or (total, nheads, headdim) with ``cu_seqlens``
+    cos, sin : (seqlen_ro, rotary_dim / 2)
+        Table over positions; rotary_dim <= headdim, the remaining channels are left as they are.
+    interleaved : bool
+        True pairs channels (2i, 2i + 1), as in GPT-J; False pairs (i, i + rotary_dim / 2), as in
+        GPT-NeoX.
+    inplace : bool
+        Write the result to ``x`` and return ``x``.
+    seqlen_offsets : int or (batch,) int32 or int64
+        Position of the first token of each sequence, for decoding with a KV cache.
+    cu_seqlens : (batch + 1,) int32, optional
+        Where each sequence starts in ``x``. Tokens that belong to no sequence are not rotated.
+    max_seqlen : int, required with ``cu_seqlens``
+
+    Returns
+    -------
+    Tensor
+        Shape and dtype of ``x``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was given and what is accepted.
+
+    References
+    ----------
+    Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.
+    """
+    return apply_rotary(
+        x,
+        cos,
+        sin,
+        seqlen_offsets,
+        cu_seqlens,
+        max_seqlen,
+        interleaved=interleaved,
+        inplace=inplace,
+    )
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Rotate by one row of cos and sin for each token, with no offsets and out of place.
+
+    Parameters
+    ----------
+    x : (batch, seqlen, nheads, headdim)
+    cos, sin : (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2)
+
+    Returns
+    -------
+    Tensor
+        Shape and dtype of ``x``.
+    """
+    return rotate(x, cos, sin, interleaved)
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Rotate the queries and keys of a packed tensor, in place. Differentiable.
+
+    Parameters
+    ----------
+    qkv : (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, nheads + 2 * nheads_kv, headdim)
+        The second form holds the heads of Q, then K, then V, and needs ``num_heads_q``.
+    cos, sin : (seqlen_ro, rotary_dim / 2)
+    cos_k, sin_k : (seqlen_ro, rotary_dim / 2), optional
+        Other tables for the keys (XPos).
+    interleaved, seqlen_offsets
+        See :func:`apply_rotary_emb`.
+    num_heads_q : int, optional
+        Query heads of the 4-D form.
+
+    Returns
+    -------
+    Tensor
+        ``qkv`` itself.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was given and what is accepted.
+    """
+    q, k = _queries_and_keys(qkv, num_heads_q)
+    cos_k = cos if cos_k is None else cos_k
+    sin_k = sin if sin_k is None else sin_k
+    apply_rotary_emb(q, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
+    apply_rotary_emb(k, cos_k, sin_k, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
+    return qkv
+
+
+def _queries_and_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
+    """Views of Q and K in a packed tensor."""
+    if qkv.ndim == 5 and qkv.shape[2] == 3:
+        return qkv[:, :, 0], qkv[:, :, 1]
+    if qkv.ndim != 4:
+        raise ValueError(
+            "qkv must have shape (batch, seqlen, 3, nheads, headdim) or (batch, seqlen, nheads + "
+            f"2 * nheads_kv, headdim), got {tuple(qkv.shape)}"
+        )
+    heads = qkv.shape[2]
+    if num_heads_q is None or not 0 <= num_heads_q <= heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            "num_heads_q must be given with a qkv of 4 dimensions and leave an even number of its "
+            f"{heads} heads to K and V, got {num_heads_q}"
+        )
+    nheads_kv = (heads - num_heads_q) // 2
+    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + nheads_kv]
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+) -> Tensor:
+    """Rotate the keys of a packed tensor, in place. Differentiable.
+
+    Parameters
+    ----------
+    kv : (batch, seqlen, 2, nheads_kv, headdim)
+    cos, sin, interleaved, seqlen_offsets
+        See :func:`apply_rotary_emb`.
+
+    Returns
+    -------
+    Tensor
+        ``kv`` itself.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was given and what is accepted.
+    """
+    if kv.ndim != 5 or kv.shape[2] != 2:
+        raise ValueError(
+            f"kv must have shape (batch, seqlen, 2, nheads_kv, headdim), got {tuple(kv.shape)}"
+        )
+    apply_rotary_emb(
+        kv[:, :, 0], cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets
+    )
+    return kv
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding that keeps its tables of cosines and sines.
+
+    Parameters
+    ----------
+    dim : int
+        rotary_dim, even and at most the head dim.
+    base : float
+        Channel pair i turns by base ** (-2 i / dim) radians a position.
+    interleaved : bool
+        See :func:`apply_rotary_emb`.
+    scale_base : float, optional
+        Turns on XPos: queries are scaled up and keys down with their position, by powers of
+        position / scale_base, so that their product decays with distance. The exponents are centred
+        on the middle of the table; when keys are cached, pass ``max_seqlen`` so that all steps use
+        one table.
+    device : torch.device, optional
+
+    References
+    ----------
+    Su et al., RoFormer, arXiv:2104.09864; Sun et al., A Length-Extrapolatable Transformer (XPos),
+    arXiv:2212.10554.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if dim < 0 or dim % 2:
+            raise ValueError(f"dim must be an even number of channels, got {dim}")
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
+        self.scale_base = scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
+        channel = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return self.base ** (-channel / self.dim)
+
+    def _update_cos_sin_cache(
+        self,
+        seqlen: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make the tables cover positions 0 .. seqlen - 1, on this device and in this dtype.
+
+        Without a device or dtype they take those of ``inv_freq``.
+        """
+        like = self.inv_freq.new_empty(0, device=device, dtype=dtype)
+        cached = self._cos_cached
+        if (
+            cached is not None
+            and seqlen <= self._seq_len_cached
+            and (cached.device, cached.dtype) == (like.device, like.dtype)
+            # Tables made in inference mode cannot be saved for a backward pass.
+            and not (self.training and cached.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        # module.to(bfloat16) also rounds its buffers, which is too coarse for angles: start again.
+        exact = self.inv_freq.dtype == torch.float32
+        inv_freq = self.inv_freq.to(like.device) if exact else self._compute_inv_freq(like.device)
+        position = torch.arange(seqlen, device=like.device, dtype=torch.float32)
+        angle = torch.outer(position, inv_freq)
+        cos, sin = angle.cos(), angle.sin()
+        if self.scale_base is not None:
+            channel = torch.arange(0, self.dim, 2, device=like.device, dtype=torch.float32)
+            decay = (channel + 0.4 * self.dim) / (1.4 * self.dim)
+            scale = decay ** ((position - seqlen // 2) / self.scale_base).unsqueeze(1)
+            self._cos_k_cached, self._sin_k_cached = (cos / scale).to(like), (sin / scale).to(like)
+            cos, sin = cos * scale, sin * scale
+        self._cos_cached, self._sin_cached = cos.to(like), sin.to(like)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotate queries and keys in place.
+
+        Parameters
+        ----------
+        qkv : (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, nheads + 2 * nheads_kv,
+            headdim) with ``num_heads_q``; the queries (batch, seqlen, nheads, headdim) if ``kv``
+            is given
+        kv : (batch, seqlen, 2, nheads_kv, headdim), optional
+        seqlen_offset : int or (batch,) int32 or int64
+            Position of the first token, for decoding with a KV cache.
+        max_seqlen : int, optional
+            Length of the tables. Needed when ``seqlen_offset`` is a tensor, whose values are not
+            known on the host.
+        num_heads_q : int, optional
+
+        Returns
+        -------
+        Tensor or tuple of Tensor
+            ``qkv``, or (``qkv``, ``kv``) if ``kv`` is given.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument, what was given and what is accepted.
+        """
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        elif isinstance(seqlen_offset, int):
+            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            raise ValueError("max_seqlen must be given when seqlen_offset is a tensor, got None")
+        cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
+        sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        if kv is None:
+            return apply_rotary_emb_qkv_(
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
+            )
+        q = apply_rotary_emb(
+            qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset
+        )
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)

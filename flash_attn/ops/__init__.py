@@ -1,0 +1,1 @@
+"""Operations under their upstream import paths."""

@@ -1,0 +1,1 @@
+"""Operations that upstream writes in Triton; plain PyTorch here."""
