@@ -1,9 +1,9 @@
 """Compiles csrc/ into flash_attn._C with ninja: what setup.py does, kept importable for the tests.
 
-Everything is written under build/. Only the Python module's own object depends on the version of Python
-(build/<its ABI tag>/), so several versions share one set of kernel objects (build/kernels/). Commands hold no
-path of the machine: paths reach the compiler through the environment of ninja. So build/ can be carried to
-another machine with the same sources and nothing is compiled twice.
+Everything is written under build/. Only the Python module's own object depends on the version of
+Python (build/<its ABI tag>/), so several versions share one set of kernel objects (build/kernels/).
+Commands hold no path of the machine: paths reach the compiler through the environment of ninja. So
+build/ can be carried to another machine with the same sources and nothing is compiled twice.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ OLDEST_CUDA = (12, 0)
 # What one compiler process may need at its peak; bounds the default number of jobs.
 JOB_MEMORY = 2 << 30
 
-# Architecture as users name it -> (kernel family, compiler targets). PTX of compute_80 runs on every newer GPU
-# through the driver's compiler; code for 90a runs on 9.0 alone.
+# Architecture as users name it -> (kernel family, compiler targets). PTX of compute_80 runs on
+# every newer GPU through the driver's compiler; code for 90a runs on 9.0 alone.
 ARCHITECTURES = {
     "80": ("sm80", "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80"),
     "90a": ("sm90", "-gencode=arch=compute_90a,code=sm_90a"),
@@ -65,7 +65,7 @@ INSTANTIATIONS = tuple(
 )
 
 
-# --- Settings from the environment -----------------------------------------------------------------------------------
+# --- Settings from the environment ----------------------------------------------------------------
 
 
 def skip_cuda(environ: Mapping[str, str]) -> bool:
@@ -112,7 +112,7 @@ def job_count(environ: Mapping[str, str]) -> int:
     return max(1, min(cores, int(available[1]) * 1024 // JOB_MEMORY))
 
 
-# --- Tools -----------------------------------------------------------------------------------------------------------
+# --- Tools ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class CudaToolkit:
 
 
 def find_nvcc(environ: Mapping[str, str]) -> Path | None:
-    """nvcc of CUDA_HOME, else of PATH. Nowhere else, so that hiding it there means building without it."""
+    """nvcc of CUDA_HOME, else of PATH; nowhere else, so that it can be hidden."""
     home = environ.get("CUDA_HOME")
     places = [os.path.join(home, "bin")] if home else []
     places.append(environ.get("PATH", ""))
@@ -139,8 +139,9 @@ def read_toolkit(nvcc: Path) -> CudaToolkit:
     version = (int(release[1]), int(release[2]))
     if version < OLDEST_CUDA:
         raise BuildError(
-            f"{nvcc} is CUDA {version[0]}.{version[1]}; {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} or newer is needed. "
-            "Set CUDA_HOME to a newer toolkit, or FLASH_ATTN_SKIP_CUDA=1 to install without the extension"
+            f"{nvcc} is CUDA {version[0]}.{version[1]}; accepted are {OLDEST_CUDA[0]}."
+            f"{OLDEST_CUDA[1]} and newer. Set CUDA_HOME to a newer toolkit, or "
+            "FLASH_ATTN_SKIP_CUDA=1 to install without the extension"
         )
     # nvcc may be a wrapper anywhere on PATH: ask it where its toolkit lies.
     dryrun = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
@@ -162,7 +163,7 @@ def find_ninja() -> str:
     return os.path.join(ninja.BIN_DIR, "ninja")
 
 
-# --- Generated sources -----------------------------------------------------------------------------------------------
+# --- Generated sources ----------------------------------------------------------------------------
 
 
 def kernel_source(row: Instantiation) -> str:
@@ -212,16 +213,16 @@ inline constexpr char kOnly[] = {json.dumps(only)};
 
 
 def ninja_manifest(rows: list[Instantiation], python_tag: str) -> str:
-    """build.ninja. Compiler messages are shown, except ptxas statistics, which go to PTXAS_REPORTS."""
-    gencode = {family: targets for family, targets in ARCHITECTURES.values()}
+    """build.ninja. Compiler messages are shown; the statistics of ptxas go to PTXAS_REPORTS."""
+    gencode = dict(ARCHITECTURES.values())
     python = BUILD / python_tag
     lines = f"""\
 builddir = {BUILD}
 flags = -std=c++17 -O3 -Icsrc -I{GENERATED} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
 
 rule kernel
-  command = nvcc $flags $gencode -Xptxas -v -MMD -MF $out.d -c $in -o $out > $report 2>&1; status=$$?; $
-      grep -v -e '^ptxas info' -e 'bytes stack frame' $report; exit $$status
+  command = nvcc $flags $gencode -Xptxas -v -MMD -MF $out.d -c $in -o $out > $report 2>&1; $
+      status=$$?; grep -v -e '^ptxas info' -e 'bytes stack frame' $report; exit $$status
   depfile = $out.d
   description = nvcc $in
 
@@ -253,7 +254,7 @@ rule link
     return "\n".join([*lines, ""])
 
 
-# --- The build -------------------------------------------------------------------------------------------------------
+# --- The build ------------------------------------------------------------------------------------
 
 
 def write_if_changed(path: Path, text: str) -> Path:
@@ -266,8 +267,9 @@ def write_if_changed(path: Path, text: str) -> Path:
 def settle_times(inputs: Iterable[Path], record: Path) -> None:
     """Make modification times follow content, since ninja compares times alone.
 
-    A checkout or a copy gives unchanged files a new time, and a copy can give a changed file an old one. A file whose
-    content is as recorded gets its recorded time back; one whose content changed counts as changed now.
+    A checkout or a copy gives unchanged files a new time, and a copy can give a changed file an
+    old one. A file whose content is as recorded gets its recorded time back; one whose content
+    changed counts as changed now.
     """
     known = json.loads(record.read_text()) if record.exists() else {}
     seen = {}
@@ -319,10 +321,7 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
         "PATH": os.pathsep.join((str(nvcc.parent), environ.get("PATH", ""))),
         "CPLUS_INCLUDE_PATH": os.pathsep.join(str(folder) for folder in includes if str(folder)),
     }
-    print(
-        f"{nvcc} (CUDA {toolkit.version[0]}.{toolkit.version[1]}), {len(rows)} kernels, {jobs} jobs",
-        flush=True,
-    )
+    print(f"{nvcc}, {cuda_version.strip()}: {len(rows)} kernels, {jobs} jobs", flush=True)
     command = [ninja, "-f", str(manifest), "-j", str(jobs)]
     status = subprocess.run(command, env={**environ, **tools}).returncode
     if status != 0:

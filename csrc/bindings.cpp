@@ -59,15 +59,15 @@ using Shape = std::initializer_list<int64_t>;
                          DType dtype, int device, const char* layout) {
   std::ostringstream message;
   message << argument << ": got shape " << join(tensor.size, tensor.ndim) << ", strides "
-          << join(tensor.stride, tensor.ndim) << ", dtype "
-          << (tensor.dtype ? name(*tensor.dtype) : "other") << ", device " << tensor.device
-          << ", address " << tensor.data << "; accepted: shape " << join(shape, shape.size())
-          << ", dtype " << name(dtype) << ", device " << device << ", " << layout;
+          << join(tensor.stride, tensor.ndim) << ", dtype " << name(tensor.dtype) << ", device "
+          << tensor.device << ", address " << tensor.data << "; accepted: shape "
+          << join(shape, shape.size()) << ", dtype " << name(dtype) << ", device " << device << ", "
+          << layout;
   throw std::invalid_argument(message.str());
 }
 
 bool matches(const TensorView& tensor, const Shape& shape, DType dtype, int device) {
-  return tensor.dtype == dtype && tensor.device == device && device >= 0 &&
+  return tensor.dtype == dtype && tensor.device == device &&
          std::equal(shape.begin(), shape.end(), tensor.size.begin(),
                     tensor.size.begin() + tensor.ndim);
 }
@@ -75,12 +75,10 @@ bool matches(const TensorView& tensor, const Shape& shape, DType dtype, int devi
 // (batch, seqlen, nheads, headdim) of a 16-bit dtype.
 void check_operand(const char* argument, const TensorView& tensor, const Shape& shape, DType dtype,
                    int device) {
-  bool valid = matches(tensor, shape, dtype, device) && tensor.stride[3] == 1;
-  // Kernels move 16 bytes at a time. The stride of a dimension of size 1 is never used.
-  valid = valid && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
-  for (int i = 0; i < 3; ++i) {
-    valid = valid && (tensor.stride[i] % 8 == 0 || tensor.size[i] == 1);
-  }
+  // Kernels move 16 bytes at a time.
+  const bool valid = matches(tensor, shape, dtype, device) && tensor.stride[3] == 1 &&
+                     (tensor.stride[0] | tensor.stride[1] | tensor.stride[2]) % 8 == 0 &&
+                     reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
   if (!valid) {
     reject(argument, tensor, shape, dtype, device,
            "last stride 1, address and other strides multiples of 16 bytes");
@@ -100,13 +98,10 @@ void forward(std::string_view family, const TensorView& q, const TensorView& k, 
              int window_right, uintptr_t stream) {
   const int64_t batch = q.size[0], seqlen_q = q.size[1], nheads = q.size[2], headdim = q.size[3];
   const int64_t seqlen_k = k.size[1], nheads_kv = k.size[2];
-  const DType dtype = q.dtype.value_or(DType::kFloat32);
-  const ForwardLauncher launch = find_forward(family, dtype, headdim, FeatureSet::kPlain);
-
-  check_operand("q", q, {batch, seqlen_q, nheads, headdim}, dtype, q.device);
-  check_operand("k", k, {batch, seqlen_k, nheads_kv, headdim}, dtype, q.device);
-  check_operand("v", v, {batch, seqlen_k, nheads_kv, headdim}, dtype, q.device);
-  check_operand("out", out, {batch, seqlen_q, nheads, headdim}, dtype, q.device);
+  check_operand("q", q, {batch, seqlen_q, nheads, headdim}, q.dtype, q.device);
+  check_operand("k", k, {batch, seqlen_k, nheads_kv, headdim}, q.dtype, q.device);
+  check_operand("v", v, {batch, seqlen_k, nheads_kv, headdim}, q.dtype, q.device);
+  check_operand("out", out, {batch, seqlen_q, nheads, headdim}, q.dtype, q.device);
   check_lse("lse", lse, {batch, nheads, seqlen_q}, q.device);
   if (std::min({batch, seqlen_q, seqlen_k, nheads, nheads_kv}) < 1 || nheads % nheads_kv != 0 ||
       std::max({batch, seqlen_q, seqlen_k, nheads}) > std::numeric_limits<int>::max()) {
@@ -114,6 +109,9 @@ void forward(std::string_view family, const TensorView& q, const TensorView& k, 
                                 "; accepted: sizes from 1 to 2^31 - 1, nheads a multiple of "
                                 "nheads_kv");
   }
+
+  const ForwardLauncher launch = find_forward(family, q.dtype, headdim, FeatureSet::kPlain);
+  if (q.device < 0) throw std::invalid_argument("q: on the CPU; accepted: a CUDA tensor");
 
   ForwardParams params{};
   params.q = q.data;

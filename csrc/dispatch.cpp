@@ -16,8 +16,9 @@ const char* name(DType dtype) {
       return "bf16";
     case DType::kFloat32:
       return "fp32";
+    default:
+      return "other";
   }
-  return "unknown";
 }
 
 const char* name(FeatureSet features) { return features == FeatureSet::kPlain ? "plain" : "full"; }

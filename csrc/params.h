@@ -5,12 +5,14 @@
 
 namespace flash {
 
-enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32 };
+// kOther is any dtype that no kernel takes.
+enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32, kOther };
 
 // What a kernel is compiled for. kPlain has no softcap, ALiBi or dropout; kFull has all of them.
 enum class FeatureSet : uint8_t { kPlain, kFull };
 
-// One attention forward over dense tensors. Strides are in elements; the last dimension is contiguous.
+// One attention forward over dense tensors. Strides are in elements; the last dimension is
+// contiguous.
 struct ForwardParams {
   const void* q;  // (batch, seqlen_q, nheads, headdim)
   const void* k;  // (batch, seqlen_k, nheads_kv, headdim)

@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "params.h"
 
@@ -16,7 +15,7 @@ struct TensorView {
   static constexpr int kMaxDims = 5;
 
   void* data = nullptr;
-  std::optional<DType> dtype;  // empty: one that no kernel takes
+  DType dtype = DType::kOther;
   int ndim = 0;
   std::array<int64_t, kMaxDims> size{};
   std::array<int64_t, kMaxDims> stride{};  // in elements
