@@ -1,0 +1,532 @@
+"""The one place that checks user arguments: anything in, a frozen ``Attention`` problem (or an error) out.
+
+Every error names the argument, what was given and what is accepted. Checks look at metadata only: values of
+CUDA tensors are never read, so that a call neither synchronises nor breaks CUDA graph capture.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One validated attention problem, whatever public function it came from.
+
+    Sequences lie in ``q``, ``k`` and ``v`` in one of three layouts: dense (batch, seqlen, nheads, headdim);
+    varlen (total, nheads, headdim), delimited by ``cu_seqlens``; paged (num_pages, page_size, nheads_kv,
+    headdim), where ``block_table`` names the pages of each sequence (keys and values only).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    cu_seqlens_q: Tensor | None = None  # (batch + 1,) int32
+    cu_seqlens_k: Tensor | None = None  # (batch + 1,) int32
+    seqused_k: Tensor | None = (
+        None  # (batch,) int32: rows in use, counted from row 0 of the storage
+    )
+    leftpad_k: Tensor | None = None  # (batch,) int32: the first of them that is a key
+    block_table: Tensor | None = None  # (batch, pages of a sequence) int32
+    cache_batch_idx: Tensor | None = None  # (batch,) int32: which row of a dense k and v
+    window_left: int = -1  # -1 is unbounded
+    window_right: int = -1  # 0 when causal
+    softcap: float = 0.0  # 0 is off
+    alibi_slopes: Tensor | None = None  # (nheads,) or (batch, nheads) float32
+    s_aux: Tensor | None = None  # (nheads,): the logit of each head's attention sink
+    dropout_p: float = 0.0
+    deterministic: bool = False
+
+    @property
+    def is_varlen(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def nheads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def nheads_kv(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def headdim(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def headdim_v(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The precision of scores, sums and log-sum-exp."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        if self.is_varlen:
+            return (self.nheads, self.q.shape[0])
+        return (self.batch, self.nheads, self.q.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAppend:
+    """New keys and values for a cache, and the rotary embedding to apply to them and to the queries."""
+
+    cache_seqlens: (
+        Tensor  # (batch,) int32: the storage row of the first new key; negative: append nothing
+    )
+    k: Tensor  # (batch, seqlen_new, nheads_kv, headdim)
+    v: Tensor  # (batch, seqlen_new, nheads_kv, headdim_v)
+    rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2)
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = True
+
+
+def dense(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    s_aux: Any = None,
+    alibi_slopes: Any = None,
+    softmax_scale: Any = None,
+    **options: Any,
+) -> Attention:
+    """Check q (batch, seqlen_q, nheads, headdim) and k, v (batch, seqlen_k, nheads_kv, headdim)."""
+    _check_qkv(q, k, v, rank_q=4, rank_k=4)
+    batch = q.shape[0]
+    if k.shape[0] != batch:
+        raise ValueError(f"k must have the batch size of q, {batch}, got shape {_shape(k)}")
+    _check_per_head(q, batch, alibi_slopes, s_aux)
+    return Attention(
+        q,
+        k,
+        v,
+        q.shape[1],
+        k.shape[1],
+        _scale(softmax_scale, q),
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+        **_options(**options),
+    )
+
+
+def varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    *,
+    seqused_k: Any = None,
+    leftpad_k: Any = None,
+    block_table: Any = None,
+    s_aux: Any = None,
+    alibi_slopes: Any = None,
+    softmax_scale: Any = None,
+    **options: Any,
+) -> Attention:
+    """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages of them."""
+    _check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
+    _check_index("cu_seqlens_q", cu_seqlens_q, q)
+    if cu_seqlens_q.shape[0] < 1:
+        raise ValueError("cu_seqlens_q must have shape (batch + 1,), got shape (0,)")
+    batch = cu_seqlens_q.shape[0] - 1
+    _check_index("cu_seqlens_k", cu_seqlens_k, q, (batch + 1,), "(batch + 1,)")
+    max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k)
+    _check_keys_of_batch(q, k, batch, seqused_k, leftpad_k, block_table)
+    _check_per_head(q, batch, alibi_slopes, s_aux)
+    return Attention(
+        q,
+        k,
+        v,
+        max_seqlen_q,
+        max_seqlen_k,
+        _scale(softmax_scale, q),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        leftpad_k,
+        block_table,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+        **_options(**options),
+    )
+
+
+def with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    rotary_cos: Any,
+    rotary_sin: Any,
+    rotary_interleaved: Any,
+    cache_seqlens: Any,
+    cache_batch_idx: Any,
+    cache_leftpad: Any,
+    block_table: Any,
+    s_aux: Any,
+    alibi_slopes: Any,
+    softmax_scale: Any,
+    **options: Any,
+) -> tuple[Attention, CacheAppend | None]:
+    """Check a decoding call; the problem's ``seqused_k`` already counts the keys that are to be appended."""
+    names = ("q", "k_cache", "v_cache")
+    _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
+    batch = q.shape[0]
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError(
+            "cache_batch_idx must be None when block_table is given: the table names the pages"
+        )
+    if block_table is None and cache_batch_idx is None and k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache must have the batch size of q, {batch}, got shape {_shape(k_cache)}; "
+            "pass cache_batch_idx to use some of its rows"
+        )
+    _check_keys_of_batch(q, k_cache, batch, None, cache_leftpad, block_table, "cache_leftpad")
+    if cache_batch_idx is not None:
+        _check_index("cache_batch_idx", cache_batch_idx, q, (batch,), "(batch,)")
+    _check_per_head(q, batch, alibi_slopes, s_aux)
+    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+
+    if (k is None) != (v is None):
+        missing, given = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"{missing} must be given with {given}, got None")
+    seqlen_new = 0
+    if k is not None:
+        for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+            _check_tensor(name, new, like=q, rank=4)
+            expected = (batch, k.shape[1], cache.shape[2], cache.shape[3])
+            if tuple(new.shape) != expected:
+                raise ValueError(
+                    f"{name} must have shape (batch, seqlen_new, nheads_kv, headdim) = {expected}, "
+                    f"got {_shape(new)}"
+                )
+        seqlen_new = k.shape[1]
+        if cache_seqlens is None:
+            raise ValueError("cache_seqlens must be given with k (where to append), got None")
+
+    used, last_row = _cache_seqlens(cache_seqlens, q, batch, capacity, seqlen_new)
+    _check_rotary(rotary_cos, rotary_sin, q, k, cache_seqlens, last_row)
+
+    append, seqused_k = None, used
+    if k is not None and used is not None:
+        append = CacheAppend(used, k, v, rotary_cos, rotary_sin, bool(rotary_interleaved))
+        seqused_k = torch.where(used < 0, used, used + seqlen_new)
+    problem = Attention(
+        q,
+        k_cache,
+        v_cache,
+        q.shape[1],
+        capacity,
+        _scale(softmax_scale, q),
+        seqused_k=seqused_k,
+        leftpad_k=cache_leftpad,
+        block_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+        **_options(**options),
+    )
+    return problem, append
+
+
+def check_out(problem: Attention, out: Any) -> None:
+    """Check a caller's output tensor: the shape, dtype and device of the result."""
+    _check_tensor("out", out, like=problem.q, rank=len(problem.out_shape))
+    if tuple(out.shape) != tuple(problem.out_shape):
+        raise ValueError(f"out must have shape {tuple(problem.out_shape)}, got {_shape(out)}")
+
+
+def check_backward(
+    problem: Attention,
+    dout: Any,
+    out: Any,
+    softmax_lse: Any,
+    gradients: tuple[Any, Any, Any],
+    rng_state: Any,
+    dlse: Any,
+) -> None:
+    """Check what a backward takes beside the problem itself."""
+    if problem.dropout_p > 0 and rng_state is None:
+        raise ValueError("rng_state must be the forward's when dropout_p > 0, got None")
+    outputs = problem.out_shape
+    for name, tensor, shape in (
+        ("dout", dout, outputs),
+        ("out", out, outputs),
+        ("dq", gradients[0], problem.q.shape),
+        ("dk", gradients[1], problem.k.shape),
+        ("dv", gradients[2], problem.v.shape),
+    ):
+        _check_tensor(name, tensor, like=problem.q, rank=len(shape), any_stride=True)
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {_shape(tensor)}")
+    for name, tensor in (("softmax_lse", softmax_lse), ("dlse", dlse)):
+        if tensor is None and name == "dlse":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype != problem.compute_dtype:
+            raise TypeError(f"{name} must be a {problem.compute_dtype} tensor, got {_kind(tensor)}")
+        if tuple(tensor.shape) != tuple(problem.lse_shape):
+            raise ValueError(
+                f"{name} must have shape {tuple(problem.lse_shape)}, got {_shape(tensor)}"
+            )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _kind(value: Any) -> str:
+    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_tensor(name: str, value: Any, like: Tensor, rank: int, any_stride: bool = False) -> None:
+    """``value`` must be a tensor of the dtype and device of ``like``, of this rank, contiguous in its rows."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype != like.dtype:
+        raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {value.dtype}")
+    if value.device != like.device:
+        raise ValueError(f"{name} must be on the device of q, {like.device}, got {value.device}")
+    if value.dim() != rank:
+        raise ValueError(f"{name} must have {rank} dimensions, got shape {_shape(value)}")
+    if not any_stride and value.stride(-1) != 1 and value.shape[-1] > 1 and value.numel() > 0:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got strides {value.stride()}; "
+            f"pass {name}.contiguous()"
+        )
+
+
+def _check_qkv(
+    q: Any, k: Any, v: Any, rank_q: int, rank_k: int, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+    if q.dtype not in _DTYPES:
+        accepted = ", ".join(str(dtype) for dtype in _DTYPES)
+        raise TypeError(f"q must have one of the dtypes {accepted}, got {q.dtype}")
+    _check_tensor(names[0], q, q, rank_q)
+    _check_tensor(names[1], k, q, rank_k)
+    _check_tensor(names[2], v, q, rank_k)
+    nheads, headdim = q.shape[-2:]
+    nheads_kv = k.shape[-2]
+    if headdim < 1 or v.shape[-1] < 1:
+        empty = names[0] if headdim < 1 else names[2]
+        raise ValueError(f"{empty} must have a head dimension of at least 1, got 0")
+    if k.shape[-1] != headdim:
+        raise ValueError(
+            f"{names[1]} must have the head dimension of q, {headdim}, got shape {_shape(k)}"
+        )
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"{names[2]} must have the shape of {names[1]} but for the head dimension, "
+            f"got {_shape(v)} beside {_shape(k)}"
+        )
+    if nheads != nheads_kv and (nheads_kv == 0 or nheads % nheads_kv != 0):
+        raise ValueError(
+            f"{names[1]} must have a number of heads that divides that of q, {nheads}, got {nheads_kv}"
+        )
+
+
+def _check_index(
+    name: str, value: Any, q: Tensor, shape: tuple[int, ...] | None = None, meaning: str = ""
+) -> None:
+    """``value`` must be a contiguous int32 tensor on the device of q, 1-D or of the given shape."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.int32 tensor, got {type(value).__name__}")
+    if value.dtype != torch.int32:
+        raise TypeError(f"{name} must have dtype torch.int32, got {value.dtype}")
+    if value.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {value.device}")
+    if shape is None:
+        if value.dim() != 1:
+            raise ValueError(f"{name} must have 1 dimension, got shape {_shape(value)}")
+    elif tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {meaning} = {shape}, got {_shape(value)}")
+
+
+def _check_keys_of_batch(
+    q: Tensor,
+    k: Tensor,
+    batch: int,
+    seqused_k: Any,
+    leftpad_k: Any,
+    block_table: Any,
+    leftpad_name: str = "leftpad_k",
+) -> None:
+    if seqused_k is not None:
+        _check_index("seqused_k", seqused_k, q, (batch,), "(batch,)")
+    if leftpad_k is not None:
+        _check_index(leftpad_name, leftpad_k, q, (batch,), "(batch,)")
+    if block_table is not None:
+        if isinstance(block_table, Tensor) and block_table.dim() != 2:
+            raise ValueError(f"block_table must have 2 dimensions, got shape {_shape(block_table)}")
+        shape = (batch, block_table.shape[1]) if isinstance(block_table, Tensor) else None
+        _check_index("block_table", block_table, q, shape, "(batch, pages of a sequence)")
+        if k.shape[1] < 1:
+            raise ValueError(f"k must have pages of at least 1 row, got shape {_shape(k)}")
+
+
+def _check_per_head(q: Tensor, batch: int, alibi_slopes: Any, s_aux: Any) -> None:
+    nheads = q.shape[-2]
+    if alibi_slopes is not None:
+        if not isinstance(alibi_slopes, Tensor) or alibi_slopes.dtype != torch.float32:
+            raise TypeError(
+                f"alibi_slopes must be a torch.float32 tensor, got {_kind(alibi_slopes)}"
+            )
+        if tuple(alibi_slopes.shape) not in ((nheads,), (batch, nheads)):
+            raise ValueError(
+                f"alibi_slopes must have shape (nheads,) = {(nheads,)} or (batch, nheads) = "
+                f"{(batch, nheads)}, got {_shape(alibi_slopes)}"
+            )
+    if s_aux is not None:
+        if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point():
+            raise TypeError(f"s_aux must be a floating-point tensor, got {_kind(s_aux)}")
+        if tuple(s_aux.shape) != (nheads,):
+            raise ValueError(f"s_aux must have shape (nheads,) = {(nheads,)}, got {_shape(s_aux)}")
+    for name, tensor in (("alibi_slopes", alibi_slopes), ("s_aux", s_aux)):
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+def _check_rotary(
+    rotary_cos: Any, rotary_sin: Any, q: Tensor, k: Tensor | None, cache_seqlens: Any, last_row: int
+) -> None:
+    if rotary_cos is None and rotary_sin is None:
+        return
+    if rotary_cos is None or rotary_sin is None:
+        missing, given = (
+            ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
+        )
+        raise ValueError(f"{missing} must be given with {given}, got None")
+    if cache_seqlens is None:
+        raise ValueError(
+            "cache_seqlens must be given with rotary_cos (the positions to rotate by), got None"
+        )
+    if k is None:
+        raise ValueError(
+            "k must be given with rotary_cos (the keys to rotate and append), got None"
+        )
+    _check_tensor("rotary_cos", rotary_cos, like=q, rank=2)
+    _check_tensor("rotary_sin", rotary_sin, like=q, rank=2)
+    if rotary_sin.shape != rotary_cos.shape:
+        raise ValueError(
+            f"rotary_sin must have the shape of rotary_cos, {_shape(rotary_cos)}, got {_shape(rotary_sin)}"
+        )
+    if 2 * rotary_cos.shape[1] > q.shape[-1]:
+        raise ValueError(
+            f"rotary_cos must have shape (seqlen, rotary_dim / 2) with rotary_dim at most the head dimension, "
+            f"{q.shape[-1]}, got {_shape(rotary_cos)}"
+        )
+    if rotary_cos.shape[0] < last_row:
+        raise ValueError(
+            f"rotary_cos must have a row for each of {last_row} positions, got {_shape(rotary_cos)}"
+        )
+
+
+def _cache_seqlens(
+    cache_seqlens: Any, q: Tensor, batch: int, capacity: int, seqlen_new: int
+) -> tuple[Tensor | None, int]:
+    """Return cache_seqlens as a (batch,) tensor, and one past the last row that can be in use."""
+    if cache_seqlens is None:
+        return None, capacity
+    known = None  # the largest length, where the host knows it
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        known = cache_seqlens
+        used = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    else:
+        _check_index("cache_seqlens", cache_seqlens, q, (batch,), "(batch,)")
+        used = cache_seqlens
+        if used.device.type == "cpu" and batch > 0 and not _is_fake(used):
+            known = int(used.max())
+    if known is None:
+        return used, capacity
+    if known + seqlen_new > capacity:
+        raise ValueError(
+            f"k_cache must have room for cache_seqlens + seqlen_new = {known} + {seqlen_new} keys, "
+            f"got a capacity of {capacity}"
+        )
+    return used, known + seqlen_new
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return type(tensor) is not Tensor and isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def _max_seqlen(name: str, value: Any) -> int:
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
+        value = int(value)  # some clients keep it on the GPU: reading it synchronises
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    return value  # type: ignore[return-value]
+
+
+def _scale(softmax_scale: Any, q: Tensor) -> float:
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    return _number("softmax_scale", softmax_scale)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    return value  # type: ignore[return-value]
+
+
+def _options(
+    *,
+    dropout_p: Any = 0.0,
+    causal: Any = False,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    deterministic: Any = False,
+) -> dict[str, Any]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
+    for side in (left, right):
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            raise TypeError(f"window_size must be two ints (-1 is unbounded), got {window_size!r}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if isinstance(dropout_p, bool) or not isinstance(
+        dropout_p, (int, float, torch.SymFloat, torch.SymInt)
+    ):
+        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    return {
+        "window_left": max(left, -1),
+        "window_right": 0 if causal else max(right, -1),
+        "softcap": _number("softcap", softcap),
+        "dropout_p": dropout_p,
+        "deterministic": bool(deterministic),
+    }

@@ -1,0 +1,77 @@
+"""Philox4x32-10 and the dropout mask that every backend shares.
+
+The generator is the counter-based one of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3"
+(SC 2011). A dropout decision is a pure function of (seed, offset, batch, head, row, column): it does not
+depend on tile sizes, on the backend, or on whether the forward or the backward asks.
+
+Which counter an element uses: the four 32-bit words of one Philox output go to the four elements
+{i, i + 8} x {j, j + 8}. One thread of an ``mma`` accumulator holds all four, whether rows are queries (S)
+or keys (the transposed scores of a backward), so no kernel computes an output that it uses in part.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """Return the four output words for four counter words and two key words (int64 tensors in [0, 2^32))."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # int64 products wrap modulo 2^64, so the bits of the unsigned 64-bit product survive.
+        p0 = c0 * _MULTIPLIERS[0]
+        p1 = c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK32) ^ c1 ^ k0,
+            p1 & _MASK32,
+            ((p0 >> 32) & _MASK32) ^ c3 ^ k1,
+            p0 & _MASK32,
+        )
+        k0 = (k0 + _WEYL[0]) & _MASK32
+        k1 = (k1 + _WEYL[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def draw_rng_state(device: torch.device) -> Tensor:
+    """Draw the (2,) int64 state (seed, offset) from PyTorch's default generator of ``device``."""
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def dropout_keep_mask(
+    rng_state: Tensor,
+    dropout_p: float,
+    batch: int,
+    nheads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    row_start: int = 0,
+    col_start: int = 0,
+) -> Tensor:
+    """Return the (batch, nheads, seqlen_q, seqlen_k) bool mask of the probabilities that dropout keeps.
+
+    ``row_start`` and ``col_start`` (multiples of 16) select a tile of a larger mask. Only the low 32 bits of
+    the offset ``rng_state[1]`` take part.
+    """
+    device = rng_state.device
+    row_tiles, col_tiles = -(-seqlen_q // 16), -(-seqlen_k // 16)
+    row_group = torch.arange(row_tiles * 8, device=device) + row_start // 2
+    col_group = torch.arange(col_tiles * 8, device=device) + col_start // 2
+    batch_head = torch.arange(batch * nheads, device=device)
+    seed, offset = rng_state[0], rng_state[1]
+    words = philox_4x32(
+        (col_group, row_group[:, None], batch_head[:, None, None], offset & _MASK32),
+        (seed & _MASK32, (seed >> 32) & _MASK32),
+    )
+    # (batch * nheads, row tile, row in 8, col tile, col in 8, upper or lower row, left or right column)
+    tiles = torch.stack(words, dim=-1).view(batch * nheads, row_tiles, 8, col_tiles, 8, 2, 2)
+    by_element = tiles.permute(0, 1, 5, 2, 3, 6, 4).reshape(
+        batch, nheads, row_tiles * 16, col_tiles * 16
+    )
+    return by_element[:, :, :seqlen_q, :seqlen_k] >= round(dropout_p * 2**32)

@@ -1,0 +1,478 @@
+"""Exact attention in plain PyTorch, tile by tile: runs on any device, and is the specification of the kernels.
+
+Forward (Dao et al., "FlashAttention", 2022; rescaling as in Milakov and Gimelshein, "Online normalizer
+calculation for softmax", 2018) and backward visit the scores one (row block, column block) tile at a time and
+keep only per-row statistics in between, so memory is linear in the sequence length in both directions.
+
+Nothing here reads a value back from a GPU: loop bounds come from shapes, per-sequence lengths act through
+masks. The same code therefore runs under CUDA graph capture.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flash_attn._arguments import Attention, CacheAppend
+from flash_attn._backends.philox import dropout_keep_mask
+from flash_attn._rotary import rotate
+
+BLOCK_M = 128  # rows (queries) of a tile; a multiple of 16, which the dropout mask needs
+BLOCK_N = 128  # columns (keys) of a tile; likewise
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _plain_arithmetic(function: _Function) -> _Function:
+    """Run without recording a graph (the backward is written out below) and without autocast's rounding."""
+
+    @functools.wraps(function)
+    def wrapper(problem: Attention, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), torch.autocast(problem.q.device.type, enabled=False):
+            return function(problem, *args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+@_plain_arithmetic
+def forward(
+    problem: Attention, rng_state: Tensor | None, return_probs: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out, log-sum-exp and (if asked for) the signed dropped-out probabilities."""
+    a = problem
+    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
+    all_out = _RowBuffer(queries, (a.nheads, a.headdim_v), a.q.dtype, 0.0, a.q.device)
+    all_lse = _RowBuffer(queries, (a.nheads, 1), a.compute_dtype, -torch.inf, a.q.device)
+
+    for rows in _blocks(queries.max_length, BLOCK_M):
+        q = queries.read(a.q, rows)  # (batch, nheads, m, headdim)
+        row_max, row_sum = _initial_statistics(a, q)
+        acc = q.new_zeros(*q.shape[:-1], a.headdim_v)
+        for cols in _visible_blocks(a, queries, keys, rows):
+            k, v = keys.read(a.k, cols), keys.read(a.v, cols)
+            scores = _scores(a, queries, keys, q, k, rows, cols).masked
+            new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+            finite_max = new_max.masked_fill(new_max == -torch.inf, 0.0)  # no visible key yet
+            p = torch.exp(scores - finite_max)
+            rescale = torch.exp(row_max - finite_max)
+            row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
+            dropout = _dropout_factor(a, rng_state, rows, cols)
+            acc = acc * rescale + _matmul(p * dropout, v)
+            row_max = new_max
+        all_out.write(rows, acc / row_sum.masked_fill(row_sum == 0.0, 1.0))
+        all_lse.write(rows, row_max + row_sum.log())
+
+    result = all_out.rows.view(a.out_shape)
+    lse = _lse_layout(a, all_lse.rows)
+    probs = _signed_probabilities(a, queries, keys, lse, rng_state) if return_probs else None
+    if out is not None:
+        result = out.copy_(result)
+    return result, lse, probs
+
+
+@_plain_arithmetic
+def backward(
+    problem: Attention,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rng_state: Tensor | None,
+) -> Tensor:
+    """Write the gradients to dq, dk and dv and return delta = rowsum(dout * out) - dlse, shaped like lse.
+
+    P is recomputed from the log-sum-exp: P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta).
+    """
+    a = problem
+    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
+    all_dq = _RowBuffer(queries, (a.nheads, a.headdim), a.q.dtype, 0.0, a.q.device)
+    all_delta = _RowBuffer(queries, (a.nheads, 1), a.compute_dtype, 0.0, a.q.device)
+    all_dk = _RowBuffer(keys, (a.nheads_kv, a.headdim), a.compute_dtype, 0.0, a.q.device)
+    all_dv = _RowBuffer(keys, (a.nheads_kv, a.headdim_v), a.compute_dtype, 0.0, a.q.device)
+    row_lse = _query_layout(lse)
+    row_dlse = None if dlse is None else _query_layout(dlse)
+
+    for rows in _blocks(queries.max_length, BLOCK_M):
+        q, do = queries.read(a.q, rows), queries.read(dout, rows)
+        tile_lse = _finite_lse(queries.read(row_lse, rows))
+        delta = (do * queries.read(out, rows)).sum(-1, keepdim=True)
+        if row_dlse is not None:
+            delta = delta - queries.read(row_dlse, rows)
+        tile_dq = torch.zeros_like(q)
+        for cols in _visible_blocks(a, queries, keys, rows):
+            k, v = keys.read(a.k, cols), keys.read(a.v, cols)
+            scores = _scores(a, queries, keys, q, k, rows, cols)
+            p = torch.exp(scores.masked - tile_lse)
+            dropout = _dropout_factor(a, rng_state, rows, cols)
+            ds = p * (_matmul(do, v.mT) * dropout - delta)
+            if scores.softcap_gate is not None:
+                ds = ds * scores.softcap_gate
+            tile_dq += a.softmax_scale * _matmul(ds, k)
+            all_dk.add(cols, a.softmax_scale * _matmul_over_group(ds, q, a.nheads_kv))
+            all_dv.add(cols, _matmul_over_group(p * dropout, do, a.nheads_kv))
+        all_dq.write(rows, tile_dq)
+        all_delta.write(rows, delta)
+
+    dq.copy_(all_dq.rows.view(dq.shape))
+    dk.copy_(all_dk.rows.view(dk.shape))
+    dv.copy_(all_dv.rows.view(dv.shape))
+    return _lse_layout(a, all_delta.rows)
+
+
+@_plain_arithmetic
+def append(problem: Attention, new: CacheAppend) -> Attention:
+    """Write the new keys and values into the cache in place; return the problem with its queries rotated."""
+    a = problem
+    q = a.q
+    if new.rotary_cos is not None and new.rotary_sin is not None:
+        start = new.cache_seqlens[:, None].clamp(min=0)
+        one_position = (
+            a.window_left < 0 and a.window_right < 0
+        )  # without a mask all queries are at the end
+        steps = torch.arange(q.shape[1], device=q.device) * (0 if one_position else 1)
+        q = _rotate_at(new, q, start + steps)
+    if new.k.numel() == 0:
+        return replace(a, q=q)
+
+    k = new.k
+    steps = torch.arange(k.shape[1], device=q.device)
+    storage_row = new.cache_seqlens[:, None] + steps  # (batch, seqlen_new)
+    if new.rotary_cos is not None:
+        k = _rotate_at(new, k, storage_row.clamp(min=0))
+    cache = _Sequences.of_cache(a)
+    writable = (new.cache_seqlens[:, None] >= 0) & (storage_row < cache.max_length)
+    index = cache.locate(storage_row)
+    _write_rows(a.k, index, k, writable)
+    _write_rows(a.v, index, new.v, writable)
+    return replace(a, q=q)
+
+
+# ---- where rows lie -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Where row i of sequence b lies in a dense, packed or paged tensor, counted in rows of that tensor."""
+
+    total: int  # rows of the tensor
+    max_length: int  # host-known bound of ``length``
+    length: Tensor  # (batch,) int64
+    first: (
+        Tensor  # (batch,) int64: the row of the tensor (or, paged, of the sequence) that is row 0
+    )
+    seqlen: int = 0  # rows of a dense sequence or of a page; 0 for a packed tensor
+    block_table: Tensor | None = None
+    contiguous: bool = False  # dense, and sequence b is exactly tensor[b]
+
+    @classmethod
+    def of_queries(cls, a: Attention) -> "_Sequences":
+        if a.cu_seqlens_q is not None:
+            return cls._packed(a.q.shape[0], a.cu_seqlens_q, a.max_seqlen_q)
+        batch, seqlen = a.q.shape[:2]
+        slot = torch.arange(batch, device=a.q.device)
+        length = torch.full_like(slot, seqlen)
+        return cls(batch * seqlen, seqlen, length, slot * seqlen, seqlen, contiguous=True)
+
+    @classmethod
+    def of_cache(cls, a: Attention) -> "_Sequences":
+        """Dense or paged keys with all the rows of their storage, whatever is in use."""
+        if a.block_table is not None:
+            num_pages, page_size = a.k.shape[:2]
+            capacity = a.block_table.shape[1] * page_size if num_pages > 0 else 0
+            first = torch.zeros(a.batch, dtype=torch.int64, device=a.q.device)
+            length = torch.full_like(first, capacity)
+            return cls(num_pages * page_size, capacity, length, first, page_size, a.block_table)
+        slots, capacity = a.k.shape[:2]
+        if a.cache_batch_idx is None:
+            slot = torch.arange(a.batch, device=a.q.device)
+        else:
+            slot = a.cache_batch_idx.long().clamp(0, max(slots - 1, 0))
+        length = torch.full_like(slot, capacity if slots > 0 else 0)
+        whole = a.cache_batch_idx is None
+        max_length = capacity if slots > 0 else 0
+        return cls(
+            slots * capacity, max_length, length, slot * capacity, capacity, contiguous=whole
+        )
+
+    @classmethod
+    def of_keys(cls, a: Attention) -> "_Sequences":
+        """The keys that take part: ``leftpad_k <= storage row < seqused_k``."""
+        if a.cu_seqlens_k is None:
+            storage = cls.of_cache(a)
+            length = storage.length
+        elif a.block_table is None:
+            storage = cls._packed(a.k.shape[0], a.cu_seqlens_k, a.max_seqlen_k)
+            length = storage.length
+        else:
+            storage = cls.of_cache(a)
+            length = torch.minimum(a.cu_seqlens_k.diff().long(), storage.length)
+        first = storage.first
+        if a.seqused_k is not None:
+            length = torch.minimum(length, a.seqused_k.long())
+        if a.leftpad_k is not None:
+            leftpad = torch.minimum(a.leftpad_k.long().clamp(min=0), storage.length)
+            first, length = first + leftpad, length - leftpad
+        length = length.clamp(min=0, max=a.max_seqlen_k)
+        max_length = min(storage.max_length, a.max_seqlen_k)
+        if length.device.type == "cpu" and length.numel() > 0:
+            max_length = min(max_length, int(length.max()))
+        return cls(
+            storage.total,
+            max_length,
+            length,
+            first,
+            storage.seqlen,
+            storage.block_table,
+            storage.contiguous and a.leftpad_k is None,
+        )
+
+    @classmethod
+    def _packed(cls, total: int, cu_seqlens: Tensor, max_seqlen: int) -> "_Sequences":
+        bounds = cu_seqlens.long().clamp(0, total)
+        length = bounds.diff().clamp(0, max_seqlen)
+        return cls(total, min(max_seqlen, total), length, bounds[:-1])
+
+    def locate(self, row: Tensor) -> Tensor:
+        """Return the tensor's row for each row of each sequence, (batch, n) to (batch, n); clamped."""
+        row = row + self.first[:, None]
+        if self.block_table is not None:
+            page_of_sequence = (row // self.seqlen).clamp(0, self.block_table.shape[1] - 1)
+            page = self.block_table.long().gather(1, page_of_sequence)
+            page = page.clamp(0, self.total // self.seqlen - 1)
+            row = page * self.seqlen + row % self.seqlen
+        return row.clamp(0, self.total - 1)
+
+    def rows(self, block: range) -> tuple[Tensor, Tensor]:
+        """Return the tensor's rows of a block of each sequence and which of them exist, both (batch, n)."""
+        row = torch.arange(block.start, block.stop, device=self.length.device)
+        exists = row < self.length[:, None]
+        return self.locate(row.expand(exists.shape)), exists
+
+    def read(self, tensor: Tensor, block: range) -> Tensor:
+        """Return a block as (batch, heads, n, dim) in the precision of the arithmetic.
+
+        Rows that do not exist are zero: whatever memory holds there (0 * NaN is NaN) must not take part.
+        """
+        index, exists = self.rows(block)
+        if self.contiguous:
+            tile = tensor[:, block.start : block.stop]
+        elif tensor.dim() == 4:
+            tile = tensor[index // self.seqlen, index % self.seqlen]
+        else:
+            tile = tensor[index]
+        tile = tile.masked_fill(~exists[:, :, None, None], 0.0).transpose(1, 2)
+        return tile if tile.dtype == torch.float64 else tile.float()
+
+
+class _RowBuffer:
+    """One row of results for each row of a tensor, and a last row that takes what belongs to no row."""
+
+    def __init__(
+        self,
+        sequences: _Sequences,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        fill: float,
+        device: torch.device,
+    ) -> None:
+        self._sequences = sequences
+        self._buffer = torch.full(
+            (sequences.total + 1, *row_shape), fill, dtype=dtype, device=device
+        )
+
+    @property
+    def rows(self) -> Tensor:
+        return self._buffer[:-1]
+
+    def _index(self, block: range) -> Tensor:
+        index, exists = self._sequences.rows(block)
+        return index.masked_fill(~exists, self._sequences.total)
+
+    def write(self, block: range, tile: Tensor) -> None:
+        """Store a (batch, heads, n, dim) tile."""
+        self._buffer[self._index(block)] = tile.transpose(1, 2).to(self._buffer.dtype)
+
+    def add(self, block: range, tile: Tensor) -> None:
+        """Add a (batch, heads, n, dim) tile. Each row gets one addend, so the order cannot matter."""
+        self._buffer[self._index(block)] += tile.transpose(1, 2)
+
+
+def _write_rows(cache: Tensor, index: Tensor, rows: Tensor, writable: Tensor) -> None:
+    """Set ``cache`` (flat row ``index``) to ``rows`` where ``writable``, without asking the host which.
+
+    A row that must not be written repeats the write of the first one that may, so that no two writes to one
+    place differ; if there is none, it writes back what the cache holds.
+    """
+    seqlen = cache.shape[1]
+    index, writable, rows = index.flatten(), writable.flatten(), rows.flatten(0, 1)
+    first = writable.int().argmax(dim=0, keepdim=True)
+    target = torch.where(writable, index, index[first])
+    values = torch.where(writable[:, None, None], rows, rows[first])
+    place = (target // seqlen, target % seqlen)
+    cache[place] = torch.where(writable.any(), values, cache[place])
+
+
+# ---- tiles of scores ------------------------------------------------------------------------------------
+
+
+class _Scores(NamedTuple):
+    masked: Tensor  # (batch, nheads, m, n): -inf where the key is not visible
+    softcap_gate: Tensor | None  # derivative of the soft cap at each score
+
+
+def _scores(
+    a: Attention,
+    queries: _Sequences,
+    keys: _Sequences,
+    q: Tensor,
+    k: Tensor,
+    rows: range,
+    cols: range,
+) -> _Scores:
+    """scale * Q K^T, soft-capped, biased by ALiBi, masked: in this order."""
+    scores = a.softmax_scale * _matmul(q, k.mT)
+    gate = None
+    if a.softcap > 0:
+        capped = torch.tanh(scores / a.softcap)
+        scores, gate = a.softcap * capped, 1 - capped * capped
+
+    i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+    j = torch.arange(cols.start, cols.stop, device=q.device)
+    seqlen_q, seqlen_k = queries.length[:, None, None], keys.length[:, None, None]
+    distance = j - (
+        i + seqlen_k - seqlen_q
+    )  # (batch, m, n): 0 on the diagonal that ends bottom right
+    visible = (i < seqlen_q) & (j < seqlen_k)
+    if a.window_left >= 0:
+        visible = visible & (distance >= -a.window_left)
+    if a.window_right >= 0:
+        visible = visible & (distance <= a.window_right)
+
+    if a.alibi_slopes is not None:
+        slopes = a.alibi_slopes.expand(a.batch, a.nheads)[:, :, None, None].to(scores.dtype)
+        scores = scores - slopes * distance.abs()[:, None]
+    return _Scores(scores.masked_fill(~visible[:, None], -torch.inf), gate)
+
+
+def _dropout_factor(
+    a: Attention, rng_state: Tensor | None, rows: range, cols: range
+) -> Tensor | float:
+    """What each probability is multiplied by: 0 where dropped, 1 / (1 - dropout_p) where kept."""
+    if a.dropout_p == 0 or rng_state is None:
+        return 1.0
+    return _keep(a, rng_state, rows, cols) / (1 - a.dropout_p)
+
+
+def _keep(a: Attention, rng_state: Tensor, rows: range, cols: range) -> Tensor:
+    return dropout_keep_mask(
+        rng_state, a.dropout_p, a.batch, a.nheads, len(rows), len(cols), rows.start, cols.start
+    )
+
+
+def _initial_statistics(a: Attention, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Row maximum and row sum before the first key: nothing, or the attention sink alone."""
+    shape = (*q.shape[:-1], 1)
+    if a.s_aux is None:
+        return q.new_full(shape, -torch.inf), q.new_zeros(shape)
+    return a.s_aux.to(q.dtype)[:, None, None].expand(shape), q.new_ones(shape)
+
+
+def _signed_probabilities(
+    a: Attention, queries: _Sequences, keys: _Sequences, lse: Tensor, rng_state: Tensor | None
+) -> Tensor:
+    """Return P (batch, nheads, rounded seqlen_q, rounded seqlen_k), negative where dropout removed it."""
+    shape = (a.batch, a.nheads, *probs_seqlens(a))
+    probs = torch.zeros(shape, dtype=a.q.dtype, device=a.q.device)
+    row_lse = _query_layout(lse)
+    for rows in _blocks(queries.max_length, BLOCK_M):
+        q = queries.read(a.q, rows)
+        tile_lse = _finite_lse(queries.read(row_lse, rows))
+        for cols in _visible_blocks(a, queries, keys, rows):
+            scores = _scores(a, queries, keys, q, keys.read(a.k, cols), rows, cols).masked
+            p = torch.exp(scores - tile_lse)
+            if rng_state is not None:
+                p = torch.where(_keep(a, rng_state, rows, cols), p, -p)
+            probs[:, :, rows.start : rows.stop, cols.start : cols.stop] = p
+    return probs
+
+
+def probs_seqlens(a: Attention) -> tuple[int, int]:
+    """Return the last two sizes of S_dmask: the sequence lengths, rounded up to 128."""
+    return -(-a.max_seqlen_q // 128) * 128, -(-a.max_seqlen_k // 128) * 128
+
+
+# ---- which tiles ----------------------------------------------------------------------------------------
+
+
+def _blocks(length: int, block: int, start: int = 0) -> Iterator[range]:
+    for first in range(start - start % block, length, block):
+        yield range(first, min(first + block, length))
+
+
+def _visible_blocks(
+    a: Attention, queries: _Sequences, keys: _Sequences, rows: range
+) -> Iterator[range]:
+    """Column blocks that the mask leaves visible to some row of ``rows`` in some sequence."""
+    if keys.total == 0:
+        return
+    least, most = -queries.max_length, keys.max_length  # bounds of seqlen_k - seqlen_q
+    if keys.length.device.type == "cpu" and keys.length.numel() > 0:
+        shift = keys.length - queries.length
+        least, most = int(shift.min()), int(shift.max())
+    elif a.cu_seqlens_q is None and keys.contiguous and a.seqused_k is None:
+        least = most = keys.max_length - queries.max_length
+    start = 0 if a.window_left < 0 else max(0, rows.start + least - a.window_left)
+    stop = keys.max_length
+    if a.window_right >= 0:
+        stop = min(stop, rows.stop + most + a.window_right)
+    yield from _blocks(stop, BLOCK_N, start)
+
+
+# ---- small things ---------------------------------------------------------------------------------------
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """(batch, nheads, m, d) @ (batch, nheads_kv, d, e): the heads of a group share one y."""
+    nheads, nheads_kv = x.shape[1], y.shape[1]
+    if nheads == nheads_kv:
+        return x @ y
+    return (_stack_group(x, nheads_kv) @ y).unflatten(2, (nheads // nheads_kv, -1)).flatten(1, 2)
+
+
+def _matmul_over_group(x: Tensor, y: Tensor, nheads_kv: int) -> Tensor:
+    """Return x^T y for x (batch, nheads, m, n) and y (batch, nheads, m, d), summed over each group's heads."""
+    return _stack_group(x, nheads_kv).mT @ _stack_group(y, nheads_kv)
+
+
+def _stack_group(x: Tensor, nheads_kv: int) -> Tensor:
+    """(batch, nheads, m, d) to (batch, nheads_kv, group * m, d)."""
+    if x.shape[1] == nheads_kv:
+        return x
+    return x.unflatten(1, (nheads_kv, -1)).flatten(2, 3)
+
+
+def _finite_lse(lse: Tensor) -> Tensor:
+    """A row with no visible key has only scores of -inf: exp(-inf - 0) is the 0 that it should be."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _query_layout(lse: Tensor) -> Tensor:
+    """(batch, nheads, seqlen_q) or (nheads, total_q) to the layout of q with a head dimension of 1."""
+    return lse.mT.unsqueeze(-1)
+
+
+def _lse_layout(a: Attention, rows: Tensor) -> Tensor:
+    """The inverse, from a buffer of rows."""
+    return rows.view(a.q.shape[:-1]).mT.contiguous()
+
+
+def _rotate_at(new: CacheAppend, x: Tensor, position: Tensor) -> Tensor:
+    assert new.rotary_cos is not None and new.rotary_sin is not None
+    position = position.long().clamp(max=new.rotary_cos.shape[0] - 1)
+    return rotate(x, new.rotary_cos[position], new.rotary_sin[position], new.rotary_interleaved)

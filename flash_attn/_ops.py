@@ -1,0 +1,489 @@
+"""The operators behind the public functions: torch.library ops with fake implementations and autograd.
+
+Each operator has one plain implementation. An eager call on ordinary tensors runs it directly (through an
+autograd.Function if a gradient is wanted): the dispatcher costs more than a small kernel. Whenever something
+must see the operator (torch.compile, a dispatch mode, a tensor subclass, a functorch transform), the call goes
+through ``torch.ops.flash_attn`` instead. Both ways share one setup and one backward.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from flash_attn import _arguments, _backends
+from flash_attn._arguments import Attention
+from flash_attn._backends.philox import draw_rng_state
+from flash_attn._backends.tiled import probs_seqlens
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
+
+# Annotations below are read by torch.library.infer_schema, which wants typing.Optional on older releases.
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Optional[Tensor],
+    return_softmax: bool,
+    s_aux: Optional[Tensor] = None,
+    deterministic: bool = False,
+    out: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Forward over dense sequences.
+
+    Returns
+    -------
+    out : (batch, seqlen_q, nheads, headdim_v)
+    softmax_lse : (batch, nheads, seqlen_q) float32, natural log
+    S_dmask : (batch, nheads, seqlen_q, seqlen_k) with both lengths rounded up to 128; empty unless
+        ``return_softmax`` and ``dropout_p > 0``
+    rng_state : (2,) int64, seed and offset of the dropout mask; empty without dropout
+    """
+    problem = _arguments.dense(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+        deterministic=deterministic,
+    )
+    return _run_forward(problem, return_softmax, out)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    return_softmax: bool = False,
+    block_table: Optional[Tensor] = None,
+    leftpad_k: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    zero_tensors: bool = False,
+    s_aux: Optional[Tensor] = None,
+    deterministic: bool = False,
+    out: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Forward over packed sequences; results as of ``_flash_attn_forward``, lse (nheads, total_q).
+
+    ``zero_tensors`` is accepted for compatibility: rows outside every sequence are always zero.
+    """
+    problem = _arguments.varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        leftpad_k=leftpad_k,
+        seqused_k=seqused_k,
+        s_aux=s_aux,
+        deterministic=deterministic,
+    )
+    return _run_forward(problem, return_softmax, out)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Optional[Tensor],
+    dk: Optional[Tensor],
+    dv: Optional[Tensor],
+    dropout_p: float,
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Optional[Tensor],
+    deterministic: bool,
+    rng_state: Optional[Tensor] = None,
+    dlse: Optional[Tensor] = None,
+) -> Tensor:
+    """Write the gradients into dq, dk and dv (any strides) from the caller's ``out`` and ``softmax_lse``.
+
+    Returns
+    -------
+    softmax_d : shape of ``softmax_lse``
+        rowsum(dout * out), less ``dlse`` (the gradient that arrives through the log-sum-exp) if given.
+    """
+    problem = _arguments.dense(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
+    return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse)
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Optional[Tensor],
+    dk: Optional[Tensor],
+    dv: Optional[Tensor],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Optional[Tensor],
+    deterministic: bool,
+    rng_state: Optional[Tensor] = None,
+    zero_tensors: bool = False,
+    dlse: Optional[Tensor] = None,
+    leftpad_k: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+) -> Tensor:
+    """``_flash_attn_backward`` over packed sequences; gradients of rows outside every sequence are zero."""
+    problem = _arguments.varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        leftpad_k=leftpad_k,
+        seqused_k=seqused_k,
+        deterministic=deterministic,
+    )
+    return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse)
+
+
+def _flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor],
+    v: Optional[Tensor],
+    rotary_cos: Optional[Tensor],
+    rotary_sin: Optional[Tensor],
+    cache_seqlens: Optional[Tensor],
+    cache_batch_idx: Optional[Tensor],
+    cache_leftpad: Optional[Tensor],
+    block_table: Optional[Tensor],
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    rotary_interleaved: bool,
+    alibi_slopes: Optional[Tensor],
+    num_splits: int,
+    s_aux: Optional[Tensor] = None,
+    out: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """Append to the cache in place, then attend to it; returns out and softmax_lse. No gradient."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+        raise ValueError(
+            f"num_splits must be an int of at least 0 (0 lets the library choose), got {num_splits!r}"
+        )
+    problem, new = _arguments.with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+    )
+    if new is not None and not _has_no_data(q):
+        problem = _backends.append(problem, new)
+    return _run_forward(problem, return_softmax=False, out=out)[:2]
+
+
+# ---- running a problem ----------------------------------------------------------------------------------
+
+
+def _run_forward(
+    problem: Attention, return_softmax: bool, out: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, dropout = problem.q, problem.dropout_p > 0
+    no_probs, no_rng_state = q.new_empty(0), q.new_empty(0, dtype=torch.int64)
+    return_softmax = return_softmax and dropout
+    if _has_no_data(q):
+        probs_shape = (problem.batch, problem.nheads, *probs_seqlens(problem))
+        return (
+            q.new_empty(problem.out_shape),
+            q.new_empty(problem.lse_shape, dtype=problem.compute_dtype),
+            q.new_empty(probs_shape) if return_softmax else no_probs,
+            q.new_empty(2, dtype=torch.int64) if dropout else no_rng_state,
+        )
+    if out is not None:
+        _arguments.check_out(problem, out)
+    rng_state = draw_rng_state(q.device) if dropout else None
+    result, lse, probs = _backends.forward(problem, rng_state, return_softmax, out)
+    return (
+        result,
+        lse,
+        no_probs if probs is None else probs,
+        no_rng_state if rng_state is None else rng_state,
+    )
+
+
+def _run_backward(
+    problem: Attention,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    rng_state: Tensor | None,
+    dlse: Tensor | None,
+) -> Tensor:
+    dq, dk, dv = (
+        torch.empty_like(like) if gradient is None else gradient
+        for gradient, like in zip(gradients, (problem.q, problem.k, problem.v), strict=True)
+    )
+    _arguments.check_backward(problem, dout, out, lse, (dq, dk, dv), rng_state, dlse)
+    if _has_no_data(problem.q):
+        return torch.empty_like(lse)
+    return _backends.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
+
+
+def _has_no_data(tensor: Tensor) -> bool:
+    """Only shapes are asked for: a fake implementation, or meta tensors."""
+    return tensor.is_meta or (type(tensor) is not Tensor and isinstance(tensor, FakeTensor))
+
+
+# ---- registration and routing ---------------------------------------------------------------------------
+
+
+def _needs_dispatcher(q: Any) -> bool:
+    return torch.compiler.is_compiling() or (
+        isinstance(q, Tensor)  # anything else is an error, which the plain implementation explains
+        and (
+            type(q) not in _ORDINARY
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._are_functorch_transforms_active()
+        )
+    )
+
+
+def _wants_gradient(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+
+
+def _operator(
+    plain: Callable[..., Any],
+    mutates: Sequence[str] = (),
+    backward_of: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Register ``plain`` as torch.ops.flash_attn.<its name>; return the function that routes calls to it.
+
+    ``out`` is no part of the registered operator, whose results must not alias its arguments.
+    ``backward_of`` is the routed operator that computes its gradients.
+    """
+    signature = inspect.signature(plain)
+    parameters = [
+        p for p in signature.parameters.values() if p.name != "out" or p.default is p.empty
+    ]
+    names = [p.name for p in parameters]
+
+    @functools.wraps(plain)
+    def registered(*args: Any) -> Any:
+        return plain(*args)
+
+    registered.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    definition = torch.library.custom_op(
+        f"flash_attn::{plain.__name__}", registered, mutates_args=mutates
+    )
+    definition.register_fake(plain)
+    op = getattr(torch.ops.flash_attn, plain.__name__)
+
+    function: type[torch.autograd.Function] | None = None
+    if backward_of is not None:
+        setup_context = functools.partial(_setup_context, names)
+        backward = functools.partial(_backward, names, backward_of)
+        definition.register_autograd(backward, setup_context=setup_context)
+        function = _autograd_function(plain, setup_context, backward)
+
+    @functools.wraps(plain)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        out = kwargs.pop("out", None) if "out" not in names else None
+        if kwargs:
+            bound = signature.bind(*args, **kwargs)
+            args = bound.args
+        gradient = _wants_gradient(args)
+        if out is not None and gradient:
+            raise ValueError(
+                "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
+            )
+        if _needs_dispatcher(args[0]) or (gradient and function is None):
+            # An operator without a gradient: the dispatcher makes its results refuse a backward.
+            result = op(*map(_as_tensor_of(args[0]), names, args))
+            return result if out is None else (out.copy_(result[0]), *result[1:])
+        if gradient and function is not None:
+            return function.apply(*args)
+        return plain(*args) if out is None else plain(*args, out=out)
+
+    routed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return routed
+
+
+def _autograd_function(
+    plain: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = plain(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    members = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(once_differentiable(backward)),
+    }
+    return type(plain.__name__, (torch.autograd.Function,), members)
+
+
+def _as_tensor_of(q: Tensor) -> Callable[[str, Any], Any]:
+    """An int cache_seqlens is fine for the plain implementation, but not for the operator's schema."""
+
+    def convert(name: str, value: Any) -> Any:
+        if name == "cache_seqlens" and isinstance(value, int):
+            return torch.full((q.shape[0],), value, dtype=torch.int32, device=q.device)
+        return value
+
+    return convert
+
+
+def _setup_context(
+    names: list[str], ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
+    out, lse, probs, rng_state = output
+    ctx.mark_non_differentiable(probs, rng_state)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        *(x if isinstance(x, Tensor) else None for x in inputs), out, lse, rng_state
+    )
+    ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _backward(
+    names: list[str],
+    backward_of: Callable[..., Any],
+    ctx: Any,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    *_: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse, rng_state = ctx.saved_tensors
+    inputs = dict(
+        zip(
+            names,
+            (o if t is None else t for t, o in zip(tensors, ctx.options, strict=True)),
+            strict=False,
+        )
+    )
+    if inputs.get("block_table") is not None:
+        raise NotImplementedError(
+            "block_table has no backward: gather the pages into k and v first"
+        )
+    if ctx.needs_input_grad[names.index("alibi_slopes")]:
+        raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
+
+    gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in "qkv"}
+    taken = inspect.signature(backward_of).parameters
+    delta = backward_of(
+        dout=torch.zeros_like(out) if dout is None else dout,
+        out=out,
+        softmax_lse=lse,
+        rng_state=rng_state if inputs["dropout_p"] > 0 else None,
+        dlse=dlse,
+        **gradients,
+        **{name: value for name, value in inputs.items() if name in taken},
+    )
+    s_aux = inputs.get("s_aux")
+    if s_aux is not None and ctx.needs_input_grad[names.index("s_aux")]:
+        gradients["ds_aux"] = _sink_gradient(s_aux, lse, delta)
+    return tuple(gradients.get(f"d{name}") for name in names[: len(ctx.options)])
+
+
+def _sink_gradient(s_aux: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The sink's probability is exp(s_aux - lse) and its value is zero: dS = -P * delta, summed over rows."""
+    head = lse.dim() - 2
+    logit = s_aux.to(lse.dtype)[:, None]
+    p = torch.exp(logit - lse).masked_fill(lse == -torch.inf, 0.0)  # rows outside every sequence
+    rows = [dim for dim in range(lse.dim()) if dim != head]
+    return -(p * delta).sum(rows).to(s_aux.dtype)
+
+
+flash_attn_backward = _operator(_flash_attn_backward, mutates=("dq", "dk", "dv"))
+flash_attn_varlen_backward = _operator(_flash_attn_varlen_backward, mutates=("dq", "dk", "dv"))
+flash_attn_forward = _operator(_flash_attn_forward, backward_of=flash_attn_backward)
+flash_attn_varlen_forward = _operator(
+    _flash_attn_varlen_forward, backward_of=flash_attn_varlen_backward
+)
+flash_attn_with_kvcache = _operator(_flash_attn_with_kvcache, mutates=("k_cache", "v_cache"))

@@ -1,0 +1,441 @@
+"""The public functions: signature, docstring, one call down.
+
+All of them compute softmax(scale * Q K^T + bias, masked) V exactly, in the tiled form of Dao, "FlashAttention-2:
+Faster Attention with Better Parallelism and Work Partitioning" (2023).
+
+Options that every function shares:
+
+dropout_p : float in [0, 1)
+    Probability of dropping an entry of the normalised attention matrix; 0 outside training.
+softmax_scale : float, optional
+    Factor on Q K^T. Default 1 / sqrt(headdim).
+causal : bool
+    Query i sees key j only if j <= i + seqlen_k - seqlen_q: the mask ends in the bottom right corner.
+window_size : (left, right)
+    Query i sees keys i + seqlen_k - seqlen_q - left .. i + seqlen_k - seqlen_q + right; -1 is unbounded, and
+    ``causal`` sets right to 0.
+softcap : float
+    If positive, scores become softcap * tanh(scores / softcap) (Gemma 2).
+alibi_slopes : (nheads,) or (batch, nheads) float32, optional
+    Adds -slope * |i + seqlen_k - seqlen_q - j| to the scores (Press et al., "Train Short, Test Long", 2022).
+deterministic : bool
+    Bit-identical gradients from run to run.
+return_attn_probs : bool
+    Also return the log-sum-exp and, for tests of dropout, S_dmask.
+s_aux : (nheads,) floating point, optional
+    Attention sinks: one learnable logit per head that takes part in the softmax and has no value (Xiao et al.,
+    "Efficient Streaming Language Models with Attention Sinks", 2024). The log-sum-exp includes it.
+out : Tensor, optional
+    Where to write the result; not where a gradient is wanted.
+
+Tensors are float16, bfloat16, float32 or float64, all of one dtype and device, contiguous in the last dimension,
+with any other strides. ``nheads`` must be a multiple of ``nheads_kv``: query head h reads key head
+h // (nheads / nheads_kv). The head dimension of v may differ from that of q and k. Wrong types and dtypes raise
+TypeError, other wrong arguments ValueError, and options that a forced backend lacks NotImplementedError.
+A query without a visible key gives 0, log-sum-exp -inf and gradient 0.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn import _flash_attn_2, _ops
+
+_WINDOW = (-1, -1)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Attention over sequences of equal length. The module's docstring has the options and errors.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, nheads, headdim)
+    k : (batch, seqlen_k, nheads_kv, headdim)
+    v : (batch, seqlen_k, nheads_kv, headdim_v)
+
+    Returns
+    -------
+    out : (batch, seqlen_q, nheads, headdim_v)
+    softmax_lse : (batch, nheads, seqlen_q), with return_attn_probs
+        Natural logarithm, float32 (float64 for float64 inputs); differentiable.
+    S_dmask : (batch, nheads, seqlen_q, seqlen_k) with lengths rounded up to 128, with return_attn_probs
+        Attention probabilities, negative where dropout removed them; empty without dropout.
+    """
+    left, right = _window(window_size)
+    result = _ops.flash_attn_forward(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        left,
+        right,
+        softcap,
+        alibi_slopes,
+        return_attn_probs,
+        s_aux,
+        deterministic,
+        out=out,
+    )
+    return result[:3] if return_attn_probs else result[0]
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """``flash_attn_func`` with kv (batch, seqlen_k, 2, nheads_kv, headdim), read in place."""
+    k, v = _unpack("kv", kv, 5, 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        s_aux=s_aux,
+        out=out,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """``flash_attn_func`` with qkv (batch, seqlen, 3, nheads, headdim), read in place."""
+    q, k, v = _unpack("qkv", qkv, 5, 3)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        s_aux=s_aux,
+        out=out,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Attention over packed sequences of different lengths, without padding.
+
+    Parameters
+    ----------
+    q : (total_q, nheads, headdim)
+    k, v : (total_k, nheads_kv, headdim), or pages (num_pages, page_size, nheads_kv, headdim) with block_table
+    cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
+        Cumulative lengths: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1. Lengths may be zero. Rows
+        outside every sequence are ignored, and zero in the results.
+    max_seqlen_q, max_seqlen_k : int
+        At least the longest length; a 0-d tensor is read (which synchronises if it is on a GPU).
+    block_table : (batch, pages of a sequence) int32, optional
+        The pages of each sequence, in order; any page size. Not differentiable.
+
+    Returns
+    -------
+    out : (total_q, nheads, headdim_v)
+    softmax_lse : (nheads, total_q), with return_attn_probs
+    S_dmask : (batch, nheads, max_seqlen_q, max_seqlen_k) with lengths rounded up to 128, with return_attn_probs
+    """
+    left, right = _window(window_size)
+    result = _ops.flash_attn_varlen_forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        _length(max_seqlen_q),
+        _length(max_seqlen_k),
+        dropout_p,
+        softmax_scale,
+        causal,
+        left,
+        right,
+        softcap,
+        alibi_slopes,
+        return_attn_probs,
+        block_table,
+        None,
+        None,
+        False,
+        s_aux,
+        deterministic,
+        out=out,
+    )
+    return result[:3] if return_attn_probs else result[0]
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """``flash_attn_varlen_func`` with kv (total_k, 2, nheads_kv, headdim), read in place."""
+    k, v = _unpack("kv", kv, 4, 2)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        s_aux=s_aux,
+        out=out,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """``flash_attn_varlen_func`` with qkv (total, 3, nheads, headdim), read in place."""
+    q, k, v = _unpack("qkv", qkv, 4, 3)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        s_aux=s_aux,
+        out=out,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Any:
+    """Decoding: append new keys and values to a cache in place, then attend to the cache. No gradient.
+
+    Parameters
+    ----------
+    q : (batch, seqlen_q, nheads, headdim)
+    k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim), or pages (num_pages, page_size, nheads_kv,
+        headdim) with block_table; any strides, updated in place.
+    k, v : (batch, seqlen_new, nheads_kv, headdim), optional
+        Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before attending.
+    rotary_cos, rotary_sin : (seqlen_rotary, rotary_dim / 2), optional
+        Rotate k at rows cache_seqlens, cache_seqlens + 1, ... and q at the same rows if causal or windowed,
+        otherwise all of q at row cache_seqlens (Su et al., "RoFormer", 2021).
+    cache_seqlens : int or (batch,) int32, optional
+        Keys in the cache before the append. A negative length means that the batch row is not in use: nothing is
+        appended and its output is 0.
+    cache_batch_idx : (batch,) int32, optional
+        The row of the cache that each batch row uses. Rows must differ if k is given.
+    cache_leftpad : (batch,) int32, optional
+        The first row of the cache that is a key.
+    block_table : (batch, pages of a sequence) int32, optional
+        The pages of each sequence, in order; any page size.
+    rotary_interleaved : bool
+        True rotates pairs (2i, 2i + 1) (GPT-J), False pairs (i, i + rotary_dim / 2) (GPT-NeoX).
+    num_splits : int
+        Thread blocks that share one sequence's cache; 0 lets the library choose. Only the speed depends on it.
+
+    Returns
+    -------
+    out : (batch, seqlen_q, nheads, headdim_v)
+    softmax_lse : (batch, nheads, seqlen_q) float32, with return_softmax_lse
+    """
+    left, right = _window(window_size)
+    result = _ops.flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        softmax_scale,
+        causal,
+        left,
+        right,
+        softcap,
+        rotary_interleaved,
+        alibi_slopes,
+        num_splits,
+        s_aux,
+        out=out,
+    )
+    return result if return_softmax_lse else result[0]
+
+
+# ---- what clients of the upstream package import beside the functions ------------------------------------
+
+_flash_attn_forward = _wrapped_flash_attn_forward = _ops.flash_attn_forward
+_flash_attn_backward = _wrapped_flash_attn_backward = _ops.flash_attn_backward
+_flash_attn_varlen_forward = _wrapped_flash_attn_varlen_forward = _ops.flash_attn_varlen_forward
+_flash_attn_varlen_backward = _wrapped_flash_attn_varlen_backward = _ops.flash_attn_varlen_backward
+
+flash_attn_gpu = _flash_attn_2
+
+
+def maybe_contiguous(x: Tensor | None) -> Tensor | None:
+    """Return x, copied if its last dimension is not contiguous."""
+    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
+
+
+def round_multiple(x: int, m: int) -> int:
+    """Return x rounded up to a multiple of m."""
+    return (x + m - 1) // m * m
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
+    return left, right
+
+
+def _length(max_seqlen: Any) -> Any:
+    return (
+        int(max_seqlen) if isinstance(max_seqlen, Tensor) and max_seqlen.dim() == 0 else max_seqlen
+    )
+
+
+def _unpack(name: str, packed: Any, rank: int, count: int) -> tuple[Tensor, ...]:
+    """Split (..., count, nheads, headdim) into views."""
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(packed).__name__}")
+    if packed.dim() != rank or packed.shape[-3] != count:
+        raise ValueError(
+            f"{name} must have {rank} dimensions, the third last of size {count}, got shape {tuple(packed.shape)}"
+        )
+    return torch.unbind(packed, dim=-3)
