@@ -1,4 +1,4 @@
-"""Exact attention for PyTorch: hand-written CUDA kernels where they can run, tiled PyTorch everywhere."""
+"""Exact attention for PyTorch: CUDA kernels where they can run, tiled PyTorch everywhere."""
 
 from pkgutil import extend_path
 

@@ -1,7 +1,8 @@
-"""The one place that checks user arguments: anything in, a frozen ``Attention`` problem (or an error) out.
+"""The one place that checks user arguments: anything in, an ``Attention`` or an error out.
 
-Every error names the argument, what was given and what is accepted. Checks look at metadata only: values of
-CUDA tensors are never read, so that a call neither synchronises nor breaks CUDA graph capture.
+Every error names the argument, what was given and what is accepted. Checks look at metadata only:
+values of CUDA tensors are never read, so that a call neither synchronises nor breaks CUDA graph
+capture.
 """
 
 import math
@@ -18,9 +19,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Attention:
     """One validated attention problem, whatever public function it came from.
 
-    Sequences lie in ``q``, ``k`` and ``v`` in one of three layouts: dense (batch, seqlen, nheads, headdim);
-    varlen (total, nheads, headdim), delimited by ``cu_seqlens``; paged (num_pages, page_size, nheads_kv,
-    headdim), where ``block_table`` names the pages of each sequence (keys and values only).
+    Sequences lie in ``q``, ``k`` and ``v`` in one of three layouts: dense (batch, seqlen, nheads,
+    headdim); varlen (total, nheads, headdim), delimited by ``cu_seqlens``; paged (num_pages,
+    page_size, nheads_kv, headdim), where ``block_table`` names the pages of each sequence (keys and
+    values only).
     """
 
     q: Tensor
@@ -87,7 +89,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class CacheAppend:
-    """New keys and values for a cache, and the rotary embedding to apply to them and to the queries."""
+    """New keys and values for a cache, and the rotary embedding for them and the queries."""
 
     cache_seqlens: (
         Tensor  # (batch,) int32: the storage row of the first new key; negative: append nothing
@@ -145,7 +147,7 @@ def varlen(
     softmax_scale: Any = None,
     **options: Any,
 ) -> Attention:
-    """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages of them."""
+    """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages."""
     _check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
     _check_index("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_q.shape[0] < 1:
@@ -193,7 +195,7 @@ def with_kvcache(
     softmax_scale: Any,
     **options: Any,
 ) -> tuple[Attention, CacheAppend | None]:
-    """Check a decoding call; the problem's ``seqused_k`` already counts the keys that are to be appended."""
+    """Check a decoding call; the problem's ``seqused_k`` counts the new keys already."""
     names = ("q", "k_cache", "v_cache")
     _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
     batch = q.shape[0]
@@ -304,7 +306,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_tensor(name: str, value: Any, like: Tensor, rank: int, any_stride: bool = False) -> None:
-    """``value`` must be a tensor of the dtype and device of ``like``, of this rank, contiguous in its rows."""
+    """``value`` must be a tensor of this rank, on the device and of the dtype of ``like``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype != like.dtype:
@@ -347,7 +349,8 @@ def _check_qkv(
         )
     if nheads != nheads_kv and (nheads_kv == 0 or nheads % nheads_kv != 0):
         raise ValueError(
-            f"{names[1]} must have a number of heads that divides that of q, {nheads}, got {nheads_kv}"
+            f"{names[1]} must have a number of heads that divides that of q, {nheads}, "
+            f"got {nheads_kv}"
         )
 
 
@@ -434,12 +437,13 @@ def _check_rotary(
     _check_tensor("rotary_sin", rotary_sin, like=q, rank=2)
     if rotary_sin.shape != rotary_cos.shape:
         raise ValueError(
-            f"rotary_sin must have the shape of rotary_cos, {_shape(rotary_cos)}, got {_shape(rotary_sin)}"
+            f"rotary_sin must have the shape of rotary_cos, {_shape(rotary_cos)}, "
+            f"got {_shape(rotary_sin)}"
         )
     if 2 * rotary_cos.shape[1] > q.shape[-1]:
         raise ValueError(
-            f"rotary_cos must have shape (seqlen, rotary_dim / 2) with rotary_dim at most the head dimension, "
-            f"{q.shape[-1]}, got {_shape(rotary_cos)}"
+            f"rotary_cos must have shape (seqlen, rotary_dim / 2) with rotary_dim at most the "
+            f"head dimension, {q.shape[-1]}, got {_shape(rotary_cos)}"
         )
     if rotary_cos.shape[0] < last_row:
         raise ValueError(

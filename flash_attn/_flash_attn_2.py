@@ -1,6 +1,7 @@
-"""The raw functions that some clients call, with upstream's positional signatures (``flash_attn_2_cuda``).
+"""The raw functions of ``flash_attn_2_cuda``, with upstream's positional signatures.
 
-The ``gen`` argument (a torch.Generator) is accepted, but random state comes from PyTorch's default generator.
+The ``gen`` argument (a torch.Generator) is accepted, but random state comes from PyTorch's default
+generator.
 """
 
 from typing import Any

@@ -1,15 +1,16 @@
-"""The operators behind the public functions: torch.library ops with fake implementations and autograd.
+"""The operators behind the public functions: torch.library ops with fakes and autograd.
 
-Each operator has one plain implementation. An eager call on ordinary tensors runs it directly (through an
-autograd.Function if a gradient is wanted): the dispatcher costs more than a small kernel. Whenever something
-must see the operator (torch.compile, a dispatch mode, a tensor subclass, a functorch transform), the call goes
-through ``torch.ops.flash_attn`` instead. Both ways share one setup and one backward.
+Each operator has one plain implementation. An eager call on ordinary tensors runs it directly
+(through an autograd.Function if a gradient is wanted): the dispatcher costs more than a small
+kernel. Whenever something must see the operator (torch.compile, a dispatch mode, a tensor subclass,
+a functorch transform), the call goes through ``torch.ops.flash_attn`` instead. Both ways share one
+setup and one backward.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,24 +24,22 @@ from flash_attn._backends.tiled import probs_seqlens
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
-# Annotations below are read by torch.library.infer_schema, which wants typing.Optional on older releases.
-
 
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dropout_p: float,
-    softmax_scale: Optional[float],
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int,
     window_size_right: int,
     softcap: float,
-    alibi_slopes: Optional[Tensor],
+    alibi_slopes: Tensor | None,
     return_softmax: bool,
-    s_aux: Optional[Tensor] = None,
+    s_aux: Tensor | None = None,
     deterministic: bool = False,
-    out: Optional[Tensor] = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward over dense sequences.
 
@@ -77,20 +76,20 @@ def _flash_attn_varlen_forward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
-    softmax_scale: Optional[float],
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int = -1,
     window_size_right: int = -1,
     softcap: float = 0.0,
-    alibi_slopes: Optional[Tensor] = None,
+    alibi_slopes: Tensor | None = None,
     return_softmax: bool = False,
-    block_table: Optional[Tensor] = None,
-    leftpad_k: Optional[Tensor] = None,
-    seqused_k: Optional[Tensor] = None,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
-    s_aux: Optional[Tensor] = None,
+    s_aux: Tensor | None = None,
     deterministic: bool = False,
-    out: Optional[Tensor] = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward over packed sequences; results as of ``_flash_attn_forward``, lse (nheads, total_q).
 
@@ -126,26 +125,27 @@ def _flash_attn_backward(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
-    dq: Optional[Tensor],
-    dk: Optional[Tensor],
-    dv: Optional[Tensor],
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
     dropout_p: float,
-    softmax_scale: Optional[float],
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int,
     window_size_right: int,
     softcap: float,
-    alibi_slopes: Optional[Tensor],
+    alibi_slopes: Tensor | None,
     deterministic: bool,
-    rng_state: Optional[Tensor] = None,
-    dlse: Optional[Tensor] = None,
+    rng_state: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> Tensor:
-    """Write the gradients into dq, dk and dv (any strides) from the caller's ``out`` and ``softmax_lse``.
+    """Write dq, dk and dv (any strides) from the caller's ``out`` and ``softmax_lse``.
 
     Returns
     -------
     softmax_d : shape of ``softmax_lse``
-        rowsum(dout * out), less ``dlse`` (the gradient that arrives through the log-sum-exp) if given.
+        rowsum(dout * out), less ``dlse`` (the gradient that arrives through the log-sum-exp) if
+        given.
     """
     problem = _arguments.dense(
         q,
@@ -169,28 +169,28 @@ def _flash_attn_varlen_backward(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
-    dq: Optional[Tensor],
-    dk: Optional[Tensor],
-    dv: Optional[Tensor],
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
-    softmax_scale: Optional[float],
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int,
     window_size_right: int,
     softcap: float,
-    alibi_slopes: Optional[Tensor],
+    alibi_slopes: Tensor | None,
     deterministic: bool,
-    rng_state: Optional[Tensor] = None,
+    rng_state: Tensor | None = None,
     zero_tensors: bool = False,
-    dlse: Optional[Tensor] = None,
-    leftpad_k: Optional[Tensor] = None,
-    seqused_k: Optional[Tensor] = None,
+    dlse: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Tensor:
-    """``_flash_attn_backward`` over packed sequences; gradients of rows outside every sequence are zero."""
+    """``_flash_attn_backward`` over packed sequences; rows outside every sequence get zero."""
     problem = _arguments.varlen(
         q,
         k,
@@ -216,29 +216,29 @@ def _flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k: Optional[Tensor],
-    v: Optional[Tensor],
-    rotary_cos: Optional[Tensor],
-    rotary_sin: Optional[Tensor],
-    cache_seqlens: Optional[Tensor],
-    cache_batch_idx: Optional[Tensor],
-    cache_leftpad: Optional[Tensor],
-    block_table: Optional[Tensor],
-    softmax_scale: Optional[float],
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int,
     window_size_right: int,
     softcap: float,
     rotary_interleaved: bool,
-    alibi_slopes: Optional[Tensor],
+    alibi_slopes: Tensor | None,
     num_splits: int,
-    s_aux: Optional[Tensor] = None,
-    out: Optional[Tensor] = None,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append to the cache in place, then attend to it; returns out and softmax_lse. No gradient."""
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(
-            f"num_splits must be an int of at least 0 (0 lets the library choose), got {num_splits!r}"
+            f"num_splits must be an int of at least 0 (0: the library chooses), got {num_splits!r}"
         )
     problem, new = _arguments.with_kvcache(
         q,
@@ -265,7 +265,7 @@ def _flash_attn_with_kvcache(
     return _run_forward(problem, return_softmax=False, out=out)[:2]
 
 
-# ---- running a problem ----------------------------------------------------------------------------------
+# ---- running a problem ---------------------------------------------------------------------------
 
 
 def _run_forward(
@@ -318,7 +318,7 @@ def _has_no_data(tensor: Tensor) -> bool:
     return tensor.is_meta or (type(tensor) is not Tensor and isinstance(tensor, FakeTensor))
 
 
-# ---- registration and routing ---------------------------------------------------------------------------
+# ---- registration and routing --------------------------------------------------------------------
 
 
 def _needs_dispatcher(q: Any) -> bool:
@@ -341,7 +341,7 @@ def _operator(
     mutates: Sequence[str] = (),
     backward_of: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Register ``plain`` as torch.ops.flash_attn.<its name>; return the function that routes calls to it.
+    """Register ``plain`` as torch.ops.flash_attn.<its name>; return what routes calls to it.
 
     ``out`` is no part of the registered operator, whose results must not alias its arguments.
     ``backward_of`` is the routed operator that computes its gradients.
@@ -356,7 +356,7 @@ def _operator(
     def registered(*args: Any) -> Any:
         return plain(*args)
 
-    registered.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    vars(registered)["__signature__"] = signature.replace(parameters=parameters)
     definition = torch.library.custom_op(
         f"flash_attn::{plain.__name__}", registered, mutates_args=mutates
     )
@@ -389,7 +389,7 @@ def _operator(
             return function.apply(*args)
         return plain(*args) if out is None else plain(*args, out=out)
 
-    routed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    vars(routed)["__signature__"] = signature.replace(parameters=parameters)
     return routed
 
 
@@ -409,7 +409,7 @@ def _autograd_function(
 
 
 def _as_tensor_of(q: Tensor) -> Callable[[str, Any], Any]:
-    """An int cache_seqlens is fine for the plain implementation, but not for the operator's schema."""
+    """The plain implementation takes an int cache_seqlens, the operator's schema does not."""
 
     def convert(name: str, value: Any) -> Any:
         if name == "cache_seqlens" and isinstance(value, int):
@@ -472,7 +472,7 @@ def _backward(
 
 
 def _sink_gradient(s_aux: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The sink's probability is exp(s_aux - lse) and its value is zero: dS = -P * delta, summed over rows."""
+    """The sink has P = exp(s_aux - lse) and value zero: dS = -P * delta, summed over rows."""
     head = lse.dim() - 2
     logit = s_aux.to(lse.dtype)[:, None]
     p = torch.exp(logit - lse).masked_fill(lse == -torch.inf, 0.0)  # rows outside every sequence

@@ -1,7 +1,7 @@
 """The public functions: signature, docstring, one call down.
 
-All of them compute softmax(scale * Q K^T + bias, masked) V exactly, in the tiled form of Dao, "FlashAttention-2:
-Faster Attention with Better Parallelism and Work Partitioning" (2023).
+All of them compute softmax(scale * Q K^T + bias, masked) V exactly, in the tiled form of Dao,
+"FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023).
 
 Options that every function shares:
 
@@ -10,29 +10,33 @@ dropout_p : float in [0, 1)
 softmax_scale : float, optional
     Factor on Q K^T. Default 1 / sqrt(headdim).
 causal : bool
-    Query i sees key j only if j <= i + seqlen_k - seqlen_q: the mask ends in the bottom right corner.
+    Query i sees key j only if j <= i + seqlen_k - seqlen_q: the mask ends in the bottom right
+    corner.
 window_size : (left, right)
-    Query i sees keys i + seqlen_k - seqlen_q - left .. i + seqlen_k - seqlen_q + right; -1 is unbounded, and
-    ``causal`` sets right to 0.
+    Query i sees keys i + seqlen_k - seqlen_q - left .. i + seqlen_k - seqlen_q + right; -1 is
+    unbounded, and ``causal`` sets right to 0.
 softcap : float
     If positive, scores become softcap * tanh(scores / softcap) (Gemma 2).
 alibi_slopes : (nheads,) or (batch, nheads) float32, optional
-    Adds -slope * |i + seqlen_k - seqlen_q - j| to the scores (Press et al., "Train Short, Test Long", 2022).
+    Adds -slope * |i + seqlen_k - seqlen_q - j| to the scores (Press et al., "Train Short, Test
+    Long", 2022).
 deterministic : bool
     Bit-identical gradients from run to run.
 return_attn_probs : bool
     Also return the log-sum-exp and, for tests of dropout, S_dmask.
 s_aux : (nheads,) floating point, optional
-    Attention sinks: one learnable logit per head that takes part in the softmax and has no value (Xiao et al.,
-    "Efficient Streaming Language Models with Attention Sinks", 2024). The log-sum-exp includes it.
+    Attention sinks: one learnable logit per head that takes part in the softmax and has no value
+    (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024). The log-sum-exp
+    includes it.
 out : Tensor, optional
     Where to write the result; not where a gradient is wanted.
 
-Tensors are float16, bfloat16, float32 or float64, all of one dtype and device, contiguous in the last dimension,
-with any other strides. ``nheads`` must be a multiple of ``nheads_kv``: query head h reads key head
-h // (nheads / nheads_kv). The head dimension of v may differ from that of q and k. Wrong types and dtypes raise
-TypeError, other wrong arguments ValueError, and options that a forced backend lacks NotImplementedError.
-A query without a visible key gives 0, log-sum-exp -inf and gradient 0.
+Tensors are float16, bfloat16, float32 or float64, all of one dtype and device, contiguous in the
+last dimension, with any other strides. ``nheads`` must be a multiple of ``nheads_kv``: query head h
+reads key head h // (nheads / nheads_kv). The head dimension of v may differ from that of q and k.
+Wrong types and dtypes raise TypeError, other wrong arguments ValueError, and options that a forced
+backend lacks NotImplementedError. A query without a visible key gives 0, log-sum-exp -inf and
+gradient 0.
 """
 
 from typing import Any
@@ -74,7 +78,8 @@ def flash_attn_func(
     out : (batch, seqlen_q, nheads, headdim_v)
     softmax_lse : (batch, nheads, seqlen_q), with return_attn_probs
         Natural logarithm, float32 (float64 for float64 inputs); differentiable.
-    S_dmask : (batch, nheads, seqlen_q, seqlen_k) with lengths rounded up to 128, with return_attn_probs
+    S_dmask : (batch, nheads, seqlen_q, seqlen_k) with lengths rounded up to 128, with
+    return_attn_probs
         Attention probabilities, negative where dropout removed them; empty without dropout.
     """
     left, right = _window(window_size)
@@ -190,10 +195,11 @@ def flash_attn_varlen_func(
     Parameters
     ----------
     q : (total_q, nheads, headdim)
-    k, v : (total_k, nheads_kv, headdim), or pages (num_pages, page_size, nheads_kv, headdim) with block_table
+    k, v : (total_k, nheads_kv, headdim), or pages (num_pages, page_size, nheads_kv, headdim) with
+    block_table
     cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
-        Cumulative lengths: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1. Lengths may be zero. Rows
-        outside every sequence are ignored, and zero in the results.
+        Cumulative lengths: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1. Lengths may
+        be zero. Rows outside every sequence are ignored, and zero in the results.
     max_seqlen_q, max_seqlen_k : int
         At least the longest length; a 0-d tensor is read (which synchronises if it is on a GPU).
     block_table : (batch, pages of a sequence) int32, optional
@@ -203,7 +209,8 @@ def flash_attn_varlen_func(
     -------
     out : (total_q, nheads, headdim_v)
     softmax_lse : (nheads, total_q), with return_attn_probs
-    S_dmask : (batch, nheads, max_seqlen_q, max_seqlen_k) with lengths rounded up to 128, with return_attn_probs
+    S_dmask : (batch, nheads, max_seqlen_q, max_seqlen_k) with lengths rounded up to 128, with
+    return_attn_probs
     """
     left, right = _window(window_size)
     result = _ops.flash_attn_varlen_forward(
@@ -338,21 +345,23 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    """Decoding: append new keys and values to a cache in place, then attend to the cache. No gradient.
+    """Decoding: append keys and values to a cache in place, then attend to it. No gradient.
 
     Parameters
     ----------
     q : (batch, seqlen_q, nheads, headdim)
-    k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim), or pages (num_pages, page_size, nheads_kv,
+    k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim), or pages (num_pages, page_size,
+    nheads_kv,
         headdim) with block_table; any strides, updated in place.
     k, v : (batch, seqlen_new, nheads_kv, headdim), optional
-        Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before attending.
+        Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before
+        attending.
     rotary_cos, rotary_sin : (seqlen_rotary, rotary_dim / 2), optional
-        Rotate k at rows cache_seqlens, cache_seqlens + 1, ... and q at the same rows if causal or windowed,
-        otherwise all of q at row cache_seqlens (Su et al., "RoFormer", 2021).
+        Rotate k at rows cache_seqlens, cache_seqlens + 1, ... and q at the same rows if causal or
+        windowed, otherwise all of q at row cache_seqlens (Su et al., "RoFormer", 2021).
     cache_seqlens : int or (batch,) int32, optional
-        Keys in the cache before the append. A negative length means that the batch row is not in use: nothing is
-        appended and its output is 0.
+        Keys in the cache before the append. A negative length means that the batch row is not in
+        use: nothing is appended and its output is 0.
     cache_batch_idx : (batch,) int32, optional
         The row of the cache that each batch row uses. Rows must differ if k is given.
     cache_leftpad : (batch,) int32, optional
@@ -362,7 +371,8 @@ def flash_attn_with_kvcache(
     rotary_interleaved : bool
         True rotates pairs (2i, 2i + 1) (GPT-J), False pairs (i, i + rotary_dim / 2) (GPT-NeoX).
     num_splits : int
-        Thread blocks that share one sequence's cache; 0 lets the library choose. Only the speed depends on it.
+        Thread blocks that share one sequence's cache; 0 lets the library choose. Only the speed
+        depends on it.
 
     Returns
     -------
@@ -396,7 +406,7 @@ def flash_attn_with_kvcache(
     return result if return_softmax_lse else result[0]
 
 
-# ---- what clients of the upstream package import beside the functions ------------------------------------
+# ---- what clients of the upstream package import beside the functions ----------------------------
 
 _flash_attn_forward = _wrapped_flash_attn_forward = _ops.flash_attn_forward
 _flash_attn_backward = _wrapped_flash_attn_backward = _ops.flash_attn_backward
@@ -436,6 +446,7 @@ def _unpack(name: str, packed: Any, rank: int, count: int) -> tuple[Tensor, ...]
         raise TypeError(f"{name} must be a torch.Tensor, got {type(packed).__name__}")
     if packed.dim() != rank or packed.shape[-3] != count:
         raise ValueError(
-            f"{name} must have {rank} dimensions, the third last of size {count}, got shape {tuple(packed.shape)}"
+            f"{name} must have {rank} dimensions, the third last of size {count}, "
+            f"got shape {tuple(packed.shape)}"
         )
     return torch.unbind(packed, dim=-3)

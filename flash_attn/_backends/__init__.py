@@ -1,4 +1,4 @@
-"""Which implementation runs a problem: compiled kernels where they can, tiled PyTorch everywhere else."""
+"""Which implementation runs a problem: kernels where they can, tiled PyTorch elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +18,13 @@ _forced: str | None = None
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Force one backend inside a ``with`` block, for tests and comparisons. Process-wide, not per thread.
+    """Force one backend inside a ``with`` block, for tests and comparisons; process-wide.
 
     Parameters
     ----------
     name : {"tiled", "sm80"}
-        ``tiled`` is PyTorch on any device; ``sm80`` the Ampere-class kernels (compute capability >= 8.0).
+        ``tiled`` is PyTorch on any device; ``sm80`` the Ampere-class kernels (compute capability >=
+        8.0).
 
     Raises
     ------
@@ -85,14 +86,14 @@ def backward(
     """Write the gradients to dq, dk and dv; return delta."""
     if _forced not in (None, "tiled"):
         raise NotImplementedError(
-            f"the {_forced} backend has no backward yet; leave use_backend({_forced!r}) or run the backward "
-            "in use_backend('tiled')"
+            f"the {_forced} backend has no backward yet; leave use_backend({_forced!r}) or run "
+            "the backward in use_backend('tiled')"
         )
     return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
 
 
 def append(problem: Attention, new: CacheAppend) -> Attention:
-    """Write new keys and values into the cache in place; return the problem with its queries rotated."""
+    """Write new keys and values into the cache in place; return the problem, queries rotated."""
     return tiled.append(problem, new)
 
 

@@ -1,12 +1,13 @@
 """Philox4x32-10 and the dropout mask that every backend shares.
 
-The generator is the counter-based one of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3"
-(SC 2011). A dropout decision is a pure function of (seed, offset, batch, head, row, column): it does not
-depend on tile sizes, on the backend, or on whether the forward or the backward asks.
+The generator is the counter-based one of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2,
+3" (SC 2011). A dropout decision is a pure function of (seed, offset, batch, head, row, column): it
+does not depend on tile sizes, on the backend, or on whether the forward or the backward asks.
 
 Which counter an element uses: the four 32-bit words of one Philox output go to the four elements
-{i, i + 8} x {j, j + 8}. One thread of an ``mma`` accumulator holds all four, whether rows are queries (S)
-or keys (the transposed scores of a backward), so no kernel computes an output that it uses in part.
+{i, i + 8} x {j, j + 8}. One thread of an ``mma`` accumulator holds all four, whether rows are
+queries (S) or keys (the transposed scores of a backward), so no kernel computes an output that it
+uses in part.
 """
 
 import torch
@@ -21,7 +22,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Return the four output words for four counter words and two key words (int64 tensors in [0, 2^32))."""
+    """Return four output words for four counter and two key words (int64 in [0, 2^32))."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -54,10 +55,10 @@ def dropout_keep_mask(
     row_start: int = 0,
     col_start: int = 0,
 ) -> Tensor:
-    """Return the (batch, nheads, seqlen_q, seqlen_k) bool mask of the probabilities that dropout keeps.
+    """Return which probabilities dropout keeps, (batch, nheads, seqlen_q, seqlen_k) bool.
 
-    ``row_start`` and ``col_start`` (multiples of 16) select a tile of a larger mask. Only the low 32 bits of
-    the offset ``rng_state[1]`` take part.
+    ``row_start`` and ``col_start`` (multiples of 16) select a tile of a larger mask. Only the low
+    32 bits of the offset ``rng_state[1]`` take part.
     """
     device = rng_state.device
     row_tiles, col_tiles = -(-seqlen_q // 16), -(-seqlen_k // 16)
@@ -69,7 +70,8 @@ def dropout_keep_mask(
         (col_group, row_group[:, None], batch_head[:, None, None], offset & _MASK32),
         (seed & _MASK32, (seed >> 32) & _MASK32),
     )
-    # (batch * nheads, row tile, row in 8, col tile, col in 8, upper or lower row, left or right column)
+    # (batch * nheads, row tile, row in 8, col tile, col in 8, upper or lower row, left or right
+    # column)
     tiles = torch.stack(words, dim=-1).view(batch * nheads, row_tiles, 8, col_tiles, 8, 2, 2)
     by_element = tiles.permute(0, 1, 5, 2, 3, 6, 4).reshape(
         batch, nheads, row_tiles * 16, col_tiles * 16

@@ -1,11 +1,12 @@
-"""Exact attention in plain PyTorch, tile by tile: runs on any device, and is the specification of the kernels.
+"""Exact attention in plain PyTorch, tile by tile: runs anywhere, and specifies the kernels.
 
-Forward (Dao et al., "FlashAttention", 2022; rescaling as in Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018) and backward visit the scores one (row block, column block) tile at a time and
-keep only per-row statistics in between, so memory is linear in the sequence length in both directions.
+Forward (Dao et al., "FlashAttention", 2022; rescaling as in Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018) and backward visit the scores one (row block, column
+block) tile at a time and keep only per-row statistics in between, so memory is linear in the
+sequence length in both directions.
 
-Nothing here reads a value back from a GPU: loop bounds come from shapes, per-sequence lengths act through
-masks. The same code therefore runs under CUDA graph capture.
+Nothing here reads a value back from a GPU: loop bounds come from shapes, per-sequence lengths act
+through masks. The same code therefore runs under CUDA graph capture.
 """
 
 import functools
@@ -27,7 +28,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _plain_arithmetic(function: _Function) -> _Function:
-    """Run without recording a graph (the backward is written out below) and without autocast's rounding."""
+    """Record no graph (the backward is written out below), and round no more than asked."""
 
     @functools.wraps(function)
     def wrapper(problem: Attention, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +86,7 @@ def backward(
     dv: Tensor,
     rng_state: Tensor | None,
 ) -> Tensor:
-    """Write the gradients to dq, dk and dv and return delta = rowsum(dout * out) - dlse, shaped like lse.
+    """Write dq, dk and dv; return delta = rowsum(dout * out) - dlse, shaped like lse.
 
     P is recomputed from the log-sum-exp: P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta).
     """
@@ -127,7 +128,7 @@ def backward(
 
 @_plain_arithmetic
 def append(problem: Attention, new: CacheAppend) -> Attention:
-    """Write the new keys and values into the cache in place; return the problem with its queries rotated."""
+    """Write new keys and values into the cache in place; return the problem, queries rotated."""
     a = problem
     q = a.q
     if new.rotary_cos is not None and new.rotary_sin is not None:
@@ -153,12 +154,12 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     return replace(a, q=q)
 
 
-# ---- where rows lie -------------------------------------------------------------------------------------
+# ---- where rows lie ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Where row i of sequence b lies in a dense, packed or paged tensor, counted in rows of that tensor."""
+    """Where row i of sequence b lies in a dense, packed or paged tensor, in rows of it."""
 
     total: int  # rows of the tensor
     max_length: int  # host-known bound of ``length``
@@ -239,7 +240,7 @@ class _Sequences:
         return cls(total, min(max_seqlen, total), length, bounds[:-1])
 
     def locate(self, row: Tensor) -> Tensor:
-        """Return the tensor's row for each row of each sequence, (batch, n) to (batch, n); clamped."""
+        """Map rows of sequences to rows of the tensor, (batch, n) to (batch, n); clamped."""
         row = row + self.first[:, None]
         if self.block_table is not None:
             page_of_sequence = (row // self.seqlen).clamp(0, self.block_table.shape[1] - 1)
@@ -249,7 +250,7 @@ class _Sequences:
         return row.clamp(0, self.total - 1)
 
     def rows(self, block: range) -> tuple[Tensor, Tensor]:
-        """Return the tensor's rows of a block of each sequence and which of them exist, both (batch, n)."""
+        """Return the tensor's rows of a block of each sequence, and which exist: (batch, n)."""
         row = torch.arange(block.start, block.stop, device=self.length.device)
         exists = row < self.length[:, None]
         return self.locate(row.expand(exists.shape)), exists
@@ -257,7 +258,8 @@ class _Sequences:
     def read(self, tensor: Tensor, block: range) -> Tensor:
         """Return a block as (batch, heads, n, dim) in the precision of the arithmetic.
 
-        Rows that do not exist are zero: whatever memory holds there (0 * NaN is NaN) must not take part.
+        Rows that do not exist are zero: whatever memory holds there (0 * NaN is NaN) must not take
+        part.
         """
         index, exists = self.rows(block)
         if self.contiguous:
@@ -271,7 +273,7 @@ class _Sequences:
 
 
 class _RowBuffer:
-    """One row of results for each row of a tensor, and a last row that takes what belongs to no row."""
+    """A row of results for each row of a tensor, and a last one for what belongs nowhere."""
 
     def __init__(
         self,
@@ -299,15 +301,15 @@ class _RowBuffer:
         self._buffer[self._index(block)] = tile.transpose(1, 2).to(self._buffer.dtype)
 
     def add(self, block: range, tile: Tensor) -> None:
-        """Add a (batch, heads, n, dim) tile. Each row gets one addend, so the order cannot matter."""
+        """Add a (batch, heads, n, dim) tile: one addend a row, so no order can matter."""
         self._buffer[self._index(block)] += tile.transpose(1, 2)
 
 
 def _write_rows(cache: Tensor, index: Tensor, rows: Tensor, writable: Tensor) -> None:
-    """Set ``cache`` (flat row ``index``) to ``rows`` where ``writable``, without asking the host which.
+    """Set ``cache`` (flat row ``index``) to ``rows`` where ``writable``, known to the device only.
 
-    A row that must not be written repeats the write of the first one that may, so that no two writes to one
-    place differ; if there is none, it writes back what the cache holds.
+    A row that must not be written repeats the write of the first one that may, so that no two
+    writes to one place differ; if there is none, it writes back what the cache holds.
     """
     seqlen = cache.shape[1]
     index, writable, rows = index.flatten(), writable.flatten(), rows.flatten(0, 1)
@@ -318,7 +320,7 @@ def _write_rows(cache: Tensor, index: Tensor, rows: Tensor, writable: Tensor) ->
     cache[place] = torch.where(writable.any(), values, cache[place])
 
 
-# ---- tiles of scores ------------------------------------------------------------------------------------
+# ---- tiles of scores -----------------------------------------------------------------------------
 
 
 class _Scores(NamedTuple):
@@ -386,7 +388,7 @@ def _initial_statistics(a: Attention, q: Tensor) -> tuple[Tensor, Tensor]:
 def _signed_probabilities(
     a: Attention, queries: _Sequences, keys: _Sequences, lse: Tensor, rng_state: Tensor | None
 ) -> Tensor:
-    """Return P (batch, nheads, rounded seqlen_q, rounded seqlen_k), negative where dropout removed it."""
+    """Return P (batch, nheads, seqlen_q, seqlen_k rounded up), negative where dropped."""
     shape = (a.batch, a.nheads, *probs_seqlens(a))
     probs = torch.zeros(shape, dtype=a.q.dtype, device=a.q.device)
     row_lse = _query_layout(lse)
@@ -407,7 +409,7 @@ def probs_seqlens(a: Attention) -> tuple[int, int]:
     return -(-a.max_seqlen_q // 128) * 128, -(-a.max_seqlen_k // 128) * 128
 
 
-# ---- which tiles ----------------------------------------------------------------------------------------
+# ---- which tiles ---------------------------------------------------------------------------------
 
 
 def _blocks(length: int, block: int, start: int = 0) -> Iterator[range]:
@@ -434,7 +436,7 @@ def _visible_blocks(
     yield from _blocks(stop, BLOCK_N, start)
 
 
-# ---- small things ---------------------------------------------------------------------------------------
+# ---- small things --------------------------------------------------------------------------------
 
 
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
@@ -446,7 +448,7 @@ def _matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _matmul_over_group(x: Tensor, y: Tensor, nheads_kv: int) -> Tensor:
-    """Return x^T y for x (batch, nheads, m, n) and y (batch, nheads, m, d), summed over each group's heads."""
+    """Return x^T y, (batch, nheads, m, n) and (batch, nheads, m, d), summed over each group."""
     return _stack_group(x, nheads_kv).mT @ _stack_group(y, nheads_kv)
 
 
@@ -458,12 +460,12 @@ def _stack_group(x: Tensor, nheads_kv: int) -> Tensor:
 
 
 def _finite_lse(lse: Tensor) -> Tensor:
-    """A row with no visible key has only scores of -inf: exp(-inf - 0) is the 0 that it should be."""
+    """A row with no visible key has scores of -inf only: exp(-inf - 0) is 0, as it should be."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _query_layout(lse: Tensor) -> Tensor:
-    """(batch, nheads, seqlen_q) or (nheads, total_q) to the layout of q with a head dimension of 1."""
+    """(batch, nheads, seqlen_q) or (nheads, total_q) to the layout of q with headdim 1."""
     return lse.mT.unsqueeze(-1)
 
 
