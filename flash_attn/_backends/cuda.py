@@ -30,7 +30,7 @@ def families() -> tuple[str, ...]:
 
 
 def unsupported(problem: Attention, family: str) -> str | None:
-    """Return why ``family`` cannot run the forward of ``problem``, as "has no ..."; None if it can."""
+    """Return why ``family`` cannot run the forward of ``problem`` ("has no ..."), or None."""
     q, k, v = problem.q, problem.k, problem.v
     headdim = q.shape[-1]
     if (family, _DTYPES.get(q.dtype), headdim, "plain") not in _KERNELS:
