@@ -1,0 +1,1 @@
+"""One timing harness, one script per question; run as ``python -m benchmarks.<name>``."""
