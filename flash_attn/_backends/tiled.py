@@ -133,12 +133,11 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     q = a.q
     if new.rotary_cos is not None and new.rotary_sin is not None:
         start = new.cache_seqlens[:, None].clamp(min=0)
-        one_position = (
-            a.window_left < 0 and a.window_right < 0
-        )  # without a mask all queries are at the end
-        steps = torch.arange(q.shape[1], device=q.device) * (0 if one_position else 1)
+        masked = a.window_left >= 0 or a.window_right >= 0  # otherwise all queries are at the end
+        steps = torch.arange(q.shape[1], device=q.device) * int(masked)
         q = _rotate_at(new, q, start + steps)
-    if new.k.numel() == 0:
+    cache = _Sequences.of_cache(a)
+    if new.k.numel() == 0 or cache.total == 0 or cache.max_length == 0:
         return replace(a, q=q)
 
     k = new.k
@@ -146,8 +145,7 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     storage_row = new.cache_seqlens[:, None] + steps  # (batch, seqlen_new)
     if new.rotary_cos is not None:
         k = _rotate_at(new, k, storage_row.clamp(min=0))
-    cache = _Sequences.of_cache(a)
-    writable = (new.cache_seqlens[:, None] >= 0) & (storage_row < cache.max_length)
+    writable = (new.cache_seqlens[:, None] >= 0) & cache.holds(storage_row)
     index = cache.locate(storage_row)
     _write_rows(a.k, index, k, writable)
     _write_rows(a.v, index, new.v, writable)
@@ -164,9 +162,7 @@ class _Sequences:
     total: int  # rows of the tensor
     max_length: int  # host-known bound of ``length``
     length: Tensor  # (batch,) int64
-    first: (
-        Tensor  # (batch,) int64: the row of the tensor (or, paged, of the sequence) that is row 0
-    )
+    first: Tensor  # (batch,) int64: where row 0 is; with pages, in rows of the sequence
     seqlen: int = 0  # rows of a dense sequence or of a page; 0 for a packed tensor
     block_table: Tensor | None = None
     contiguous: bool = False  # dense, and sequence b is exactly tensor[b]
@@ -193,7 +189,7 @@ class _Sequences:
         if a.cache_batch_idx is None:
             slot = torch.arange(a.batch, device=a.q.device)
         else:
-            slot = a.cache_batch_idx.long().clamp(0, max(slots - 1, 0))
+            slot = a.cache_batch_idx.long()
         length = torch.full_like(slot, capacity if slots > 0 else 0)
         whole = a.cache_batch_idx is None
         max_length = capacity if slots > 0 else 0
@@ -239,15 +235,27 @@ class _Sequences:
         length = bounds.diff().clamp(0, max_seqlen)
         return cls(total, min(max_seqlen, total), length, bounds[:-1])
 
+    def holds(self, row: Tensor) -> Tensor:
+        """Whether each row (batch, n) lies in the tensor at all, whatever indices name its place."""
+        inside = (row >= 0) & (row < self.max_length)
+        if self.block_table is None:
+            slot = self.first // self.seqlen
+            return inside & ((slot >= 0) & (slot < self.total // self.seqlen))[:, None]
+        page = self.block_table.gather(1, self._page_of_sequence(row))
+        return inside & (page >= 0) & (page < self.total // self.seqlen)
+
     def locate(self, row: Tensor) -> Tensor:
         """Map rows of sequences to rows of the tensor, (batch, n) to (batch, n); clamped."""
         row = row + self.first[:, None]
         if self.block_table is not None:
-            page_of_sequence = (row // self.seqlen).clamp(0, self.block_table.shape[1] - 1)
-            page = self.block_table.long().gather(1, page_of_sequence)
+            page = self.block_table.long().gather(1, self._page_of_sequence(row))
             page = page.clamp(0, self.total // self.seqlen - 1)
             row = page * self.seqlen + row % self.seqlen
         return row.clamp(0, self.total - 1)
+
+    def _page_of_sequence(self, row: Tensor) -> Tensor:
+        assert self.block_table is not None
+        return (row // self.seqlen).clamp(0, self.block_table.shape[1] - 1)
 
     def rows(self, block: range) -> tuple[Tensor, Tensor]:
         """Return the tensor's rows of a block of each sequence, and which exist: (batch, n)."""
