@@ -1,0 +1,426 @@
+"""What the library has to compute, written to be believed rather than to be fast.
+
+Every attention here is one dense matrix of scores for each sequence, in float64, with plain Python
+indexing to find the rows of a sequence, and gradients by autograd. Nothing is imported from the
+library. The same code in the input's dtype says how much rounding naive arithmetic costs, and so
+how far from the oracle the library may be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+# --------------------------------------------------------------------------------------------------
+# Where the rows of a sequence are stored
+# --------------------------------------------------------------------------------------------------
+
+# The leading indices of one row: (batch, position), (token,) or (page, slot).
+Place = tuple[int, ...]
+
+
+def index_of(x: Tensor, places: list[Place]) -> tuple[Tensor, ...]:
+    """The places as index tensors, so that x[index_of(x, places)] is (len(places), heads, dim)."""
+    return torch.tensor(places, dtype=torch.long).reshape(len(places), x.dim() - 2).unbind(1)
+
+
+@dataclass
+class Storage:
+    """Where the keys of each sequence are; the names and meanings are the library's.
+
+    k is dense (batch, capacity, heads, dim), or varlen (total, heads, dim) with cu_seqlens, or
+    pages (num_pages, page_size, heads, dim) with block_table.
+    """
+
+    cu_seqlens: Tensor | None = None
+    seqused: Tensor | None = None
+    leftpad: Tensor | None = None
+    block_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+
+    def place(self, k: Tensor, b: int, position: int) -> Place:
+        """Where the given storage position of sequence b is."""
+        if self.block_table is not None:
+            page_size = k.shape[1]
+            return int(self.block_table[b, position // page_size]), position % page_size
+        if self.cu_seqlens is not None:
+            return (int(self.cu_seqlens[b]) + position,)
+        if self.cache_batch_idx is not None:
+            return int(self.cache_batch_idx[b]), position
+        return b, position
+
+    def keys(self, k: Tensor, b: int) -> list[Place]:
+        """Where the keys of sequence b are, first to last."""
+        if self.seqused is not None:
+            end = int(self.seqused[b])
+        elif self.cu_seqlens is not None:
+            end = int(self.cu_seqlens[b + 1] - self.cu_seqlens[b])
+        else:
+            pages = 1 if self.block_table is None else self.block_table.shape[1]
+            end = pages * k.shape[1]
+        start = 0 if self.leftpad is None else int(self.leftpad[b])
+        return [self.place(k, b, position) for position in range(start, end)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention
+# --------------------------------------------------------------------------------------------------
+
+
+def exact_softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension from its definition, and log-sum-exp."""
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp(), lse
+
+
+def torch_softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension as PyTorch's users write it, and log-sum-exp."""
+    return scores.softmax(-1), scores.logsumexp(-1)
+
+
+@dataclass
+class Attention:
+    """One attention problem. Options have the library's names and meanings.
+
+    `keep` (batch, nheads, seqlen_q, seqlen_k) is dropout's mask. `exact` picks the softmax: in
+    float64 the naive result has to differ from the oracle by float64's rounding, or the bound would
+    ask for more than float64 has.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    storage: Storage = field(default_factory=Storage)
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    keep: Tensor | None = None
+    s_aux: Tensor | None = None
+    exact: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def kv_head(self) -> list[int]:
+        """The key head that each query head reads."""
+        nheads, nheads_kv = self.q.shape[-2], self.k.shape[-2]
+        return [h // (nheads // nheads_kv) for h in range(nheads)]
+
+    def queries(self) -> list[list[Place]]:
+        """Where the rows of each sequence are in q, out and dout."""
+        if self.cu_seqlens_q is None:
+            batch, seqlen_q = self.q.shape[:2]
+            return [[(b, i) for i in range(seqlen_q)] for b in range(batch)]
+        bounds = itertools.pairwise(self.cu_seqlens_q.tolist())
+        return [[(row,) for row in range(start, end)] for start, end in bounds]
+
+    def sequences(self) -> Iterator[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """Each sequence's number, where its rows are in q, and where its keys are in k and v."""
+        for b, rows in enumerate(self.queries()):
+            yield b, index_of(self.q, rows), index_of(self.k, self.storage.keys(self.k, b))
+
+    def attend(self, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention of sequence b: q (sq, nheads, d), k (sk, nheads_kv, d), v (sk, nheads_kv, dv).
+
+        Returns out (sq, nheads, dv), lse (nheads, sq) and the probabilities (nheads, sq, sk) before
+        dropout.
+        """
+        (sq, nheads, _), sk = q.shape, len(k)
+        k, v = k[:, self.kv_head], v[:, self.kv_head]
+
+        scores = self.scale * torch.einsum("ihd,jhd->hij", q, k)
+        if self.softcap > 0:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        # How far key j is right of query i's diagonal, which ends in the bottom right corner.
+        rows, columns = (torch.arange(n, device=q.device) for n in (sq, sk))
+        offset = columns - (rows[:, None] + sk - sq)
+        if self.alibi_slopes is not None:
+            slopes = self.alibi_slopes if self.alibi_slopes.dim() == 1 else self.alibi_slopes[b]
+            scores = scores - slopes.to(q.dtype)[:, None, None] * offset.abs()
+        left, right = self.window_size
+        if self.causal:
+            right = 0
+        visible = torch.ones_like(offset, dtype=torch.bool)
+        if right >= 0:
+            visible &= offset <= right
+        if left >= 0:
+            visible &= offset >= -left
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if self.s_aux is not None:
+            sinks = self.s_aux.to(q.dtype)[:, None, None].expand(nheads, sq, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+            visible = torch.cat([visible, visible.new_ones(sq, 1)], dim=-1)
+
+        # Rows that see nothing have probability 0, log-sum-exp -inf and no gradient.
+        sees = visible.any(1)
+        p, lse = torch.zeros_like(scores), scores.new_full((nheads, sq), float("-inf"))
+        p[:, sees], lse[:, sees] = (exact_softmax if self.exact else torch_softmax)(scores[:, sees])
+        p = p[..., :sk]
+        kept = p if self.keep is None else p * self.keep[b, :, :sq, :sk] / (1 - self.dropout_p)
+        return torch.einsum("hij,jhd->ihd", kept, v), lse, p
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """out (like q), and lse (batch, nheads, seqlen_q) or (nheads, total_q).
+
+        Rows outside every sequence are 0 in out and NaN, which means unspecified, in lse.
+        """
+        out = self.q.new_zeros(*self.q.shape[:-1], self.v.shape[-1])
+        lse = self.q.new_full(self.q.shape[:-1], float("nan"))
+        for b, rows, keys in self.sequences():
+            out_rows, lse_rows, _ = self.attend(b, self.q[rows], self.k[keys], self.v[keys])
+            out = out.index_put(rows, out_rows)
+            lse = lse.index_put(rows, lse_rows.T)
+        return out, lse.movedim(-1, -2)
+
+    def to(self, dtype: torch.dtype, exact: bool = False) -> Attention:
+        """The same problem in another dtype."""
+        q, k, v = (x.detach().to(dtype) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, exact=exact)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: list[int], interleaved: bool) -> Tensor:
+    """Rotary embedding of x (len(positions), heads, dim); cos and sin are (seqlen, rotary_dim / 2).
+
+    Component pairs (x[2i], x[2i + 1]) if interleaved, else (x[i], x[i + rotary_dim / 2]), are
+    turned by the angle of their position.
+    """
+    half = cos.shape[1]
+    cos, sin = cos[positions][:, None], sin[positions][:, None]
+    rotated = x.clone()
+    real, imaginary = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        if interleaved
+        else (slice(0, half), slice(half, 2 * half))
+    )
+    rotated[..., real] = x[..., real] * cos - x[..., imaginary] * sin
+    rotated[..., imaginary] = x[..., real] * sin + x[..., imaginary] * cos
+    return rotated
+
+
+@dataclass
+class Decode:
+    """One call with a KV cache: append k_new and v_new at cache_seqlens, then attend to the cache.
+
+    `attention` is the problem before the append: its k and v are the caches, its storage has no
+    seqused. A row with cache_seqlens < 0 is padding: it appends nothing and sees nothing.
+    """
+
+    attention: Attention
+    cache_seqlens: Tensor
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = True
+
+    def appended(self) -> list[list[Place]]:
+        """Where the new keys of each sequence go."""
+        new = 0 if self.k_new is None else self.k_new.shape[1]
+        place, k = self.attention.storage.place, self.attention.k
+        return [
+            [place(k, b, length + i) for i in range(new) if length >= 0]
+            for b, length in enumerate(self.cache_seqlens.tolist())
+        ]
+
+    def to(self, dtype: torch.dtype, exact: bool = False) -> Attention:
+        """The attention problem after rotation and append, both computed in dtype."""
+        problem = self.attention.to(dtype, exact)
+        q, k, v = (x.clone() for x in (problem.q, problem.k, problem.v))
+        lengths = self.cache_seqlens.tolist()
+        for b, places in enumerate(self.appended()):
+            if lengths[b] < 0:
+                continue
+            if self.rotary_cos is not None:
+                q[b] = self.rotate(q[b], self.query_positions(lengths[b]))
+            if self.k_new is None:
+                continue
+            k_new, v_new = self.k_new[b].to(dtype), self.v_new[b].to(dtype)
+            if self.rotary_cos is not None:
+                k_new = self.rotate(k_new, [lengths[b] + i for i in range(len(k_new))])
+            for i, place in enumerate(places):
+                k[place], v[place] = k_new[i], v_new[i]
+        new = 0 if self.k_new is None else self.k_new.shape[1]
+        seqused = self.cache_seqlens + new * (self.cache_seqlens >= 0)
+        return replace(problem, q=q, k=k, v=v, storage=replace(problem.storage, seqused=seqused))
+
+    def rotate(self, x: Tensor, positions: list[int]) -> Tensor:
+        cos, sin = self.rotary_cos.to(x.dtype), self.rotary_sin.to(x.dtype)
+        return rotate(x, cos, sin, positions, self.rotary_interleaved)
+
+    def query_positions(self, length: int) -> list[int]:
+        """Successive queries are successive tokens if masked; unmasked, all are the next token."""
+        masked = self.attention.causal or self.attention.window_size != (-1, -1)
+        return [length + i * masked for i in range(self.attention.q.shape[1])]
+
+
+# --------------------------------------------------------------------------------------------------
+# The bound
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Expected:
+    """A tensor's true value, what naive arithmetic makes of it, and one ULP of its magnitude."""
+
+    exact: Tensor
+    naive: Tensor
+    ulp: float
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """log-sum-exp is float32, but for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def results(
+    problem: Attention, dout: Tensor | None = None, dlse: Tensor | None = None
+) -> dict[str, Tensor]:
+    """out and lse; with dout also dq, dk, dv, and ds_aux where there are sinks.
+
+    The gradients are those of (out * dout).sum() + (lse * dlse).sum().
+    """
+    leaves = {"q": problem.q, "k": problem.k, "v": problem.v}
+    if problem.s_aux is not None:
+        leaves["s_aux"] = problem.s_aux.to(problem.q.dtype)
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    out, lse = replace(problem, **leaves).forward()
+    values = {"out": out.detach(), "lse": lse.detach()}
+    if dout is None:
+        return values
+    if not out.requires_grad:  # there is no sequence at all
+        return values | {f"d{name}": torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    outputs, upstream = [out], [dout.to(out.dtype)]
+    if dlse is not None:
+        outputs, upstream = [out, lse], [dout.to(out.dtype), dlse.to(out.dtype)]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, materialize_grads=True)
+    return values | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def magnitudes(
+    problem: Attention, dtype: torch.dtype, dout: Tensor | None = None, dlse: Tensor | None = None
+) -> dict[str, float]:
+    """Magnitude of what is summed into each result, since rounding is relative to the summands.
+
+    dS = P * (dP - delta) cancels: with one visible key it is 0 for every P and dP, and max |dq|
+    would ask for exactness. float32 and float64 round each partial sum: sum of magnitudes. 16-bit
+    types round summands, independently of each other, and sum in float32: root of sum of squares.
+    A backward recomputes P = exp(S - lse) from an lse with a rounding of its own.
+    """
+    norm = 1 if dtype.itemsize >= 4 else 2
+    lse_eps = torch.finfo(lse_dtype(dtype)).eps / torch.finfo(dtype).eps
+
+    def dot(equation: str, x: Tensor, y: Tensor) -> Tensor:
+        return torch.einsum(equation, x.abs() ** norm, y.abs() ** norm) ** (1 / norm)
+
+    largest_of: dict[str, float] = {}
+    for b, rows, keys in problem.sequences():
+        q = problem.q[rows]
+        k, v = (x[keys][:, problem.kv_head] for x in (problem.k, problem.v))
+        out, lse, p = problem.attend(b, q, problem.k[keys], problem.v[keys])
+        kept = p / (1 - problem.dropout_p)
+        summed = {
+            "out": dot("hij,jhd->ihd", kept, v),
+            "lse": problem.scale * dot("ihd,jhd->hij", q, k),
+        }
+        if dout is not None:
+            rounded = 1 + lse_eps * lse.abs().nan_to_num(posinf=0.0)[..., None]
+            do = dout[rows].to(q.dtype)
+            dp = dot("ihd,jhd->hij", do, v) / (1 - problem.dropout_p)
+            delta = dot("ihd,ihd->hi", do, out)
+            if dlse is not None:
+                delta = delta + dlse.movedim(-2, -1)[rows].T.abs()
+            ds = rounded * p * (dp + delta[..., None])
+            summed["dq"] = problem.scale * dot("hij,jhd->ihd", ds, k)
+            summed["dk"] = problem.scale * dot("hij,ihd->jhd", ds, q)
+            summed["dv"] = dot("hij,ihd->jhd", rounded * kept, do)
+            if problem.s_aux is not None:
+                p_sink = (problem.s_aux.to(q.dtype)[:, None] - lse).exp()
+                summed["ds_aux"] = dot("hi,hi->h", p_sink, delta)
+        for name, value in summed.items():
+            largest_of[name] = max(largest_of.get(name, 0.0), largest(value))
+    return largest_of
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite magnitude in x."""
+    finite = x[x.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def expect(
+    problem: Attention | Decode, dout: Tensor | None = None, dlse: Tensor | None = None
+) -> dict[str, Expected]:
+    """What out, lse and, with dout, the gradients have to be."""
+    given = problem if isinstance(problem, Attention) else problem.attention
+    dtype = given.q.dtype
+    problem64 = problem.to(torch.float64, exact=True)
+    exact = results(problem64, dout, dlse)
+    naive = results(problem.to(dtype), dout, dlse)
+    summed = magnitudes(problem64, dtype, dout, dlse)
+    eps = dict.fromkeys(exact, torch.finfo(dtype).eps) | {"lse": torch.finfo(lse_dtype(dtype)).eps}
+    if given.s_aux is not None:
+        eps["ds_aux"] = max(torch.finfo(dtype).eps, torch.finfo(given.s_aux.dtype).eps)
+    return {
+        name: Expected(value, naive[name], eps[name] * max(largest(value), summed.get(name, 0.0)))
+        for name, value in exact.items()
+    }
+
+
+def cosine(x: Tensor, y: Tensor) -> float:
+    """Cosine similarity of two tensors read as vectors; 0 where just one of them is zero."""
+    x, y = x.flatten() / largest(x), y.flatten() / largest(y)
+    return (x @ y / (x.norm() * y.norm())).nan_to_num(0.0).item()
+
+
+def assert_close_to_oracle(actual: Tensor, expected: Expected, name: str) -> None:
+    """Fail unless `actual` is as close to the oracle as its dtype allows.
+
+    The largest error is at most 2 x that of naive arithmetic in the input's dtype + one unit in the
+    last place of the magnitude, and the cosine similarity at least 0.999 (or the angle at most
+    twice that of naive arithmetic, where even that can't reach 0.999). NaN in the oracle marks what
+    is unspecified; everything else has to be finite where the oracle is.
+    """
+    shapes = tuple(actual.shape), tuple(expected.exact.shape)
+    assert shapes[0] == shapes[1], f"{name}: shape {shapes[0]}, the oracle's is {shapes[1]}"
+    specified = ~expected.exact.isnan()
+    got, exact, naive = (
+        x.detach()[specified].double() for x in (actual, expected.exact, expected.naive)
+    )
+    finite = exact.isfinite()
+    assert torch.equal(got[~finite], exact[~finite]), f"{name}: not -inf where the oracle is"
+    got, exact, naive = got[finite], exact[finite], naive[finite]
+    assert got.isfinite().all(), f"{name}: {int((~got.isfinite()).sum())} values are not finite"
+
+    error, naive_error = largest(got - exact), largest(naive - exact)
+    assert error <= 2 * naive_error + expected.ulp, (
+        f"{name}: error {error:.3g} > 2 x naive error {naive_error:.3g} + 1 ULP {expected.ulp:.3g}"
+    )
+
+    if largest(exact) <= expected.ulp:
+        return  # 0 but for rounding: it has no direction
+    # 1 - cosine grows with the square of the angle.
+    required = min(0.999, 1 - 4 * (1 - cosine(naive, exact)))
+    similarity = cosine(got, exact)
+    assert similarity >= required, f"{name}: cosine similarity {similarity:.6f} < {required:.6f}"
+
+
+def assert_matches_oracle(
+    actual: dict[str, Tensor],
+    problem: Attention | Decode,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> None:
+    """Compare each result in `actual` (out, lse, dq, dk, dv, ds_aux) with the oracle's."""
+    expected = expect(problem, dout, dlse)
+    for name, value in actual.items():
+        assert_close_to_oracle(value, expected[name], name)

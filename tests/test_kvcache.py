@@ -1,0 +1,309 @@
+"""Decoding with a KV cache: append, rotary embedding, every cache layout, padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    NAN,
+    OPTIONS,
+    assert_guard_intact,
+    dtype_name,
+    guarded,
+    int32,
+    options_of,
+    randn,
+)
+from oracle import Attention, Decode, Expected, Storage, assert_close_to_oracle, expect
+from torch import Tensor
+
+from flash_attn import flash_attn_with_kvcache
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def rotary_tables(
+    seqlen: int, rotary_dim: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor]:
+    frequencies = 10000.0 ** (-torch.arange(0, rotary_dim, 2, device=device) / rotary_dim)
+    angles = torch.arange(seqlen, device=device)[:, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def decode(
+    cache_seqlens: list[int],
+    seqlen_q: int = 1,
+    seqlen_new: int = 1,
+    capacity: int = 40,
+    nheads: int = 4,
+    nheads_kv: int = 2,
+    headdim: int = 32,
+    headdim_v: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    page_size: int | None = None,
+    cache_batch_idx: list[int] | None = None,
+    leftpad: list[int] | None = None,
+    rotary_dim: int = 0,
+    rotary_interleaved: bool = True,
+    **options: Any,
+) -> Decode:
+    """A random decoding call; its cache is a view in a NaN tensor, and NaN where not in use."""
+    batch = len(cache_seqlens)
+    headdim_v = headdim_v or headdim
+    storage = Storage()
+    slots, rows = batch, capacity
+    if page_size is not None:
+        pages_of_sequence = -(-capacity // page_size)
+        slots, rows = batch * pages_of_sequence + 2, page_size
+        table = torch.randperm(slots)[: batch * pages_of_sequence].view(batch, -1)
+        table[[length < 0 for length in cache_seqlens]] = -1
+        storage.block_table = table.to(device, torch.int32)
+    if cache_batch_idx is not None:
+        slots = max(cache_batch_idx) + 2
+        storage.cache_batch_idx = int32(cache_batch_idx, device)
+    if leftpad is not None:
+        storage.leftpad = int32(leftpad, device)
+    q = randn(batch, seqlen_q, nheads, headdim, dtype=dtype, device=device)
+    k, v = (
+        guarded(torch.full((slots, rows, nheads_kv, d), NAN, dtype=dtype, device=device))
+        for d in (headdim, headdim_v)
+    )
+    lengths = int32(cache_seqlens, device)
+    problem = Attention(q, k, v, storage=storage, **options)
+    in_use = replace(storage, seqused=lengths)
+    for b in range(batch):
+        for place in in_use.keys(k, b):
+            k[place], v[place] = torch.randn_like(k[place]), torch.randn_like(v[place])
+    case = Decode(problem, lengths)
+    if seqlen_new:
+        case.k_new = randn(batch, seqlen_new, nheads_kv, headdim, dtype=dtype, device=device)
+        case.v_new = randn(batch, seqlen_new, nheads_kv, headdim_v, dtype=dtype, device=device)
+    if rotary_dim:
+        tables = rotary_tables(capacity + seqlen_new, rotary_dim, dtype, device)
+        case.rotary_cos, case.rotary_sin = tables
+        case.rotary_interleaved = rotary_interleaved
+    return case
+
+
+def call(case: Decode, **more: Any) -> tuple[Tensor, Tensor]:
+    """out and lse of the library; its caches are those of the case, updated in place."""
+    problem = case.attention
+    options = options_of(problem)
+    del options["dropout_p"]
+    storage = problem.storage
+    arguments = {
+        "k": case.k_new,
+        "v": case.v_new,
+        "rotary_cos": case.rotary_cos,
+        "rotary_sin": case.rotary_sin,
+        "cache_seqlens": case.cache_seqlens,
+        "cache_batch_idx": storage.cache_batch_idx,
+        "cache_leftpad": storage.leftpad,
+        "block_table": storage.block_table,
+        "rotary_interleaved": case.rotary_interleaved,
+        "return_softmax_lse": True,
+    }
+    arguments |= options | more
+    return flash_attn_with_kvcache(problem.q, problem.k, problem.v, **arguments)
+
+
+def check(case: Decode, **more: Any) -> None:
+    """Compare out, lse and the caches with the oracle's; nothing else in the caches may change."""
+    problem = case.attention
+    # Caches as they were, outside of the NaN that surrounds the caches that the library updates.
+    before = replace(case, attention=replace(problem, k=problem.k.clone(), v=problem.v.clone()))
+    out, lse = call(case, **more)
+    expected = expect(before)
+    assert_close_to_oracle(out, expected["out"], "out")
+    assert_close_to_oracle(lse, expected["lse"], "lse")
+
+    exact = before.to(torch.float64, exact=True)
+    naive = before.to(problem.q.dtype)
+    appended = torch.zeros(problem.k.shape[:2], dtype=torch.bool)
+    for places in case.appended():
+        for place in places:
+            appended[place] = True
+    for name in ("k", "v"):
+        cache, old = getattr(problem, name), getattr(before.attention, name)
+        new = [getattr(result, name)[appended] for result in (exact, naive)]
+        if new[0].numel():
+            ulp = new[0].abs().max().item() * torch.finfo(cache.dtype).eps
+            assert_close_to_oracle(cache[appended], Expected(*new, ulp), f"{name}_cache")
+        if name == "v" or case.rotary_cos is None:
+            assert torch.equal(cache[appended], new[1]), f"{name}_cache: not the bits appended"
+        bits = BITS[cache.element_size()]
+        kept, was = (x[~appended].view(bits) for x in (cache, old))
+        assert torch.equal(kept, was), f"{name}_cache: changed where nothing was appended"
+        assert_guard_intact(cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=dtype_name)
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "dropout"])
+def test_options(device, options, dtype):
+    options = OPTIONS[options](3, 4, device) | {"dropout_p": 0.0}
+    check(decode([0, 7, 33], seqlen_q=5, seqlen_new=5, dtype=dtype, device=device, **options))
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_new", [(1, 0), (1, 1), (4, 0), (4, 4), (2, 7), (7, 2)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_append(device, seqlen_q, seqlen_new, causal):
+    lengths = [0, 1, 13, 33]
+    check(decode(lengths, seqlen_q, seqlen_new, device=device, causal=causal))
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 32])
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize("masked", [{}, {"causal": True}, {"window_size": (5, 2)}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=dtype_name)
+def test_rotary(device, rotary_dim, interleaved, masked, dtype):
+    rotary = {"rotary_dim": rotary_dim, "rotary_interleaved": interleaved}
+    check(decode([0, 9, 36], 3, 4, dtype=dtype, device=device, **rotary, **masked))
+
+
+def test_rotary_is_interleaved_by_default(device):
+    case = decode([3], rotary_dim=32, device=device)
+    cache = case.attention.k
+    flash_attn_with_kvcache(
+        case.attention.q,
+        cache,
+        case.attention.v,
+        case.k_new,
+        case.v_new,
+        case.rotary_cos,
+        case.rotary_sin,
+        case.cache_seqlens,
+    )
+    expected = case.to(torch.float64, exact=True).k[0, 3]
+    torch.testing.assert_close(cache[0, 3].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize("rotary_dim", [0, 32])
+def test_pages(device, page_size, rotary_dim):
+    lengths = [0, 5, 77, 128]
+    case = decode(
+        lengths, 3, 3, 131, page_size=page_size, rotary_dim=rotary_dim, device=device, causal=True
+    )
+    check(case)
+
+
+def test_shared_pages(device):
+    """Sequences with the same prefix share its pages."""
+    case = decode([16, 16, 20], 1, 2, 24, page_size=8, device=device)
+    table, problem = case.attention.storage.block_table, case.attention
+    table[1, :2] = table[0, :2]
+    check(replace(case, attention=problem))
+
+
+@pytest.mark.parametrize("seqlen_new", [0, 2])
+def test_cache_batch_idx(device, seqlen_new):
+    check(decode([4, 11, 0], 2, seqlen_new, cache_batch_idx=[5, 0, 2], device=device, causal=True))
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_leftpad(device, page_size):
+    case = decode(
+        [4, 11, 9],
+        2,
+        2,
+        leftpad=[0, 3, 9],
+        page_size=page_size,
+        rotary_dim=16,
+        device=device,
+        causal=True,
+    )
+    check(case)
+
+
+def test_leftpad_of_everything(device):
+    """A left pad as long as the sequence leaves no key."""
+    check(decode([4, 11], 2, 0, leftpad=[4, 5], device=device))
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+@pytest.mark.parametrize("rotary_dim", [0, 32])
+@pytest.mark.parametrize("lengths", [[5, -1, 30, -1], [-1, -1]], ids=str)
+def test_padded_rows(device, page_size, rotary_dim, lengths):
+    """cache_seqlens -1 (and pages -1) pads a batch: zeros come out and nothing is appended."""
+    case = decode(lengths, page_size=page_size, rotary_dim=rotary_dim, device=device, causal=True)
+    check(case)
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, 39])
+def test_int_length(device, length):
+    check(decode([length] * 3, rotary_dim=32, device=device), cache_seqlens=length)
+
+
+def test_no_length_means_the_whole_cache(device):
+    case = decode([40] * 3, 2, 0, device=device, causal=True)
+    check(case, cache_seqlens=None)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_num_splits_changes_nothing(device, num_splits):
+    check(decode([5, 33], device=device), num_splits=num_splits)
+
+
+def test_head_dim_of_v(device):
+    check(decode([5, 33], 2, 2, headdim=24, headdim_v=40, device=device, causal=True))
+
+
+@pytest.mark.parametrize("seqlen_q", [0, 2])
+@pytest.mark.parametrize("lengths", [[], [3, 0]], ids=str)
+def test_empty(device, seqlen_q, lengths):
+    check(decode(lengths, seqlen_q, 0, device=device))
+
+
+def test_empty_rows_before_the_first_key(device):
+    """More queries than keys: the first ones see nothing."""
+    check(decode([0, 2, 5], 4, 1, device=device, causal=True))
+
+
+def test_bare_tensor_by_default(device):
+    case = decode([5, 33], 1, 0, device=device)
+    out, lse = call(case)
+    assert torch.equal(call(case, return_softmax_lse=False), out)
+    assert lse.dtype == torch.float32 and lse.shape == (2, 4, 1)
+
+
+def test_out_is_written_in_place(device):
+    case = decode([5, 33], 3, 3, device=device, causal=True)
+    out = guarded(torch.full_like(case.attention.q, NAN))
+    check(case, out=out)
+    exact = expect(replace(case, k_new=None, v_new=None, cache_seqlens=case.cache_seqlens + 3))
+    assert_close_to_oracle(out, exact["out"], "out")
+    assert_guard_intact(out)
+
+
+def test_decoding_token_by_token_equals_one_pass(device):
+    """A whole sequence at once, causally, and one token after another through a cache."""
+    seqlen, capacity = 20, 24
+    case = decode([0, 0], seqlen, seqlen, capacity, rotary_dim=32, device=device, causal=True)
+    problem = case.attention
+    at_once = expect(case)["out"]
+    for t in range(seqlen):
+        step = replace(
+            case,
+            attention=replace(problem, q=problem.q[:, t : t + 1]),
+            k_new=case.k_new[:, t : t + 1],
+            v_new=case.v_new[:, t : t + 1],
+            cache_seqlens=torch.full_like(case.cache_seqlens, t),
+        )
+        out, _ = call(step)
+        row = Expected(at_once.exact[:, t : t + 1], at_once.naive[:, t : t + 1], at_once.ulp)
+        assert_close_to_oracle(out, row, f"token {t}")
+
+
+def test_lengths_beyond_the_cache_are_clamped(device):
+    """Lengths on the device are not checked, but never lead outside the cache."""
+    if device == "cpu":
+        pytest.skip("lengths on the host are checked instead")
+    case = decode([5, 33], 1, 1, device=device)
+    out, _ = call(case, cache_seqlens=int32([100000, 39], device))
+    assert out.shape == case.attention.q.shape
+    assert_guard_intact(case.attention.k)
+    assert_guard_intact(case.attention.v)
