@@ -90,8 +90,9 @@ def forward(
             out=result,
             lse=lse,
             softmax_scale=problem.softmax_scale,
-            window_left=problem.window_left,
-            window_right=problem.window_right,
+            # Any int is a window, but the kernel's are 32 bits wide.
+            window_left=min(problem.window_left, k.shape[1]),
+            window_right=min(problem.window_right, q.shape[1]),
             stream=torch._C._cuda_getCurrentRawStream(q.get_device()),
         )
     if out is not None and out is not result:
