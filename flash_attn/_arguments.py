@@ -5,6 +5,7 @@ values of CUDA tensors are never read, so that a call neither synchronises nor b
 capture.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options that are plain numbers."""
+
+    softmax_scale: float | None  # None: 1 / sqrt(headdim)
+    window_left: int = -1  # -1 is unbounded
+    window_right: int = -1  # 0 when causal
+    softcap: float = 0.0  # 0 is off
+    dropout_p: float = 0.0
+    deterministic: bool = False
+
+
+def options(*numbers: Any) -> Options:
+    """Check (dropout_p, softmax_scale, causal, window left, right, softcap, deterministic)."""
+    try:
+        return _remembered_options(*numbers)
+    except TypeError:  # a wrong type, or one that cannot be hashed (symbolic numbers)
+        return _check_options(*numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +52,7 @@ class Attention:
     v: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-    softmax_scale: float
+    options: Options
     cu_seqlens_q: Tensor | None = None  # (batch + 1,) int32
     cu_seqlens_k: Tensor | None = None  # (batch + 1,) int32
     seqused_k: Tensor | None = (
@@ -39,13 +61,29 @@ class Attention:
     leftpad_k: Tensor | None = None  # (batch,) int32: the first of them that is a key
     block_table: Tensor | None = None  # (batch, pages of a sequence) int32
     cache_batch_idx: Tensor | None = None  # (batch,) int32: which row of a dense k and v
-    window_left: int = -1  # -1 is unbounded
-    window_right: int = -1  # 0 when causal
-    softcap: float = 0.0  # 0 is off
     alibi_slopes: Tensor | None = None  # (nheads,) or (batch, nheads) float32
     s_aux: Tensor | None = None  # (nheads,): the logit of each head's attention sink
-    dropout_p: float = 0.0
-    deterministic: bool = False
+
+    @property
+    def softmax_scale(self) -> float:
+        scale = self.options.softmax_scale
+        return self.q.shape[-1] ** -0.5 if scale is None else scale
+
+    @property
+    def window_left(self) -> int:
+        return self.options.window_left
+
+    @property
+    def window_right(self) -> int:
+        return self.options.window_right
+
+    @property
+    def softcap(self) -> float:
+        return self.options.softcap
+
+    @property
+    def dropout_p(self) -> float:
+        return self.options.dropout_p
 
     @property
     def is_varlen(self) -> bool:
@@ -105,11 +143,9 @@ def dense(
     q: Any,
     k: Any,
     v: Any,
-    *,
-    s_aux: Any = None,
+    options: "Options",
     alibi_slopes: Any = None,
-    softmax_scale: Any = None,
-    **options: Any,
+    s_aux: Any = None,
 ) -> Attention:
     """Check q (batch, seqlen_q, nheads, headdim) and k, v (batch, seqlen_k, nheads_kv, headdim)."""
     _check_qkv(q, k, v, rank_q=4, rank_k=4)
@@ -123,10 +159,9 @@ def dense(
         v,
         q.shape[1],
         k.shape[1],
-        _scale(softmax_scale, q),
+        options,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
-        **_options(**options),
     )
 
 
@@ -138,14 +173,13 @@ def varlen(
     cu_seqlens_k: Any,
     max_seqlen_q: Any,
     max_seqlen_k: Any,
+    options: "Options",
+    alibi_slopes: Any = None,
+    s_aux: Any = None,
     *,
     seqused_k: Any = None,
     leftpad_k: Any = None,
     block_table: Any = None,
-    s_aux: Any = None,
-    alibi_slopes: Any = None,
-    softmax_scale: Any = None,
-    **options: Any,
 ) -> Attention:
     """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages."""
     _check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
@@ -164,7 +198,7 @@ def varlen(
         v,
         max_seqlen_q,
         max_seqlen_k,
-        _scale(softmax_scale, q),
+        options,
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_k,
@@ -172,7 +206,6 @@ def varlen(
         block_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
-        **_options(**options),
     )
 
 
@@ -182,6 +215,9 @@ def with_kvcache(
     v_cache: Any,
     k: Any,
     v: Any,
+    options: "Options",
+    alibi_slopes: Any,
+    s_aux: Any,
     *,
     rotary_cos: Any,
     rotary_sin: Any,
@@ -190,10 +226,6 @@ def with_kvcache(
     cache_batch_idx: Any,
     cache_leftpad: Any,
     block_table: Any,
-    s_aux: Any,
-    alibi_slopes: Any,
-    softmax_scale: Any,
-    **options: Any,
 ) -> tuple[Attention, CacheAppend | None]:
     """Check a decoding call; the problem's ``seqused_k`` counts the new keys already."""
     names = ("q", "k_cache", "v_cache")
@@ -244,14 +276,13 @@ def with_kvcache(
         v_cache,
         q.shape[1],
         capacity,
-        _scale(softmax_scale, q),
+        options,
         seqused_k=seqused_k,
         leftpad_k=cache_leftpad,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
-        **_options(**options),
     )
     return problem, append
 
@@ -333,16 +364,17 @@ def _check_qkv(
     _check_tensor(names[0], q, q, rank_q)
     _check_tensor(names[1], k, q, rank_k)
     _check_tensor(names[2], v, q, rank_k)
-    nheads, headdim = q.shape[-2:]
-    nheads_kv = k.shape[-2]
-    if headdim < 1 or v.shape[-1] < 1:
+    *_, nheads, headdim = q.shape
+    *rows_k, nheads_kv, headdim_k = k.shape
+    *rows_v, nheads_v, headdim_v = v.shape
+    if headdim < 1 or headdim_v < 1:
         empty = names[0] if headdim < 1 else names[2]
         raise ValueError(f"{empty} must have a head dimension of at least 1, got 0")
-    if k.shape[-1] != headdim:
+    if headdim_k != headdim:
         raise ValueError(
             f"{names[1]} must have the head dimension of q, {headdim}, got shape {_shape(k)}"
         )
-    if v.shape[:-1] != k.shape[:-1]:
+    if rows_v != rows_k or nheads_v != nheads_kv:
         raise ValueError(
             f"{names[2]} must have the shape of {names[1]} but for the head dimension, "
             f"got {_shape(v)} beside {_shape(k)}"
@@ -490,47 +522,42 @@ def _max_seqlen(name: str, value: Any) -> int:
     return value  # type: ignore[return-value]
 
 
-def _scale(softmax_scale: Any, q: Tensor) -> float:
-    if softmax_scale is None:
-        return q.shape[-1] ** -0.5
-    return _number("softmax_scale", softmax_scale)
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, got {value}")
-    return value  # type: ignore[return-value]
-
-
-def _options(
-    *,
-    dropout_p: Any = 0.0,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    deterministic: Any = False,
-) -> dict[str, Any]:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
-    for side in (left, right):
+def _check_options(
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_left: Any,
+    window_right: Any,
+    softcap: Any,
+    deterministic: Any,
+) -> Options:
+    for side in (window_left, window_right):
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            raise TypeError(f"window_size must be two ints (-1 is unbounded), got {window_size!r}")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
-    if isinstance(dropout_p, bool) or not isinstance(
-        dropout_p, (int, float, torch.SymFloat, torch.SymInt)
+            window = (window_left, window_right)
+            raise TypeError(f"window_size must be two ints (-1 is unbounded), got {window!r}")
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    for name, number, limit, accepted in (
+        ("dropout_p", dropout_p, 1, "in [0, 1)"),
+        ("softcap", softcap, math.inf, "finite and at least 0"),
+        ("softmax_scale", softmax_scale, math.inf, "finite and at least 0"),
     ):
-        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    return {
-        "window_left": max(left, -1),
-        "window_right": 0 if causal else max(right, -1),
-        "softcap": _number("softcap", softcap),
-        "dropout_p": dropout_p,
-        "deterministic": bool(deterministic),
-    }
+        if name == "softmax_scale" and number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, _NUMBERS):
+            raise TypeError(f"{name} must be a number, got {type(number).__name__}")
+        if not 0 <= number < limit:
+            raise ValueError(f"{name} must be {accepted}, got {number}")
+    return Options(
+        softmax_scale,
+        max(window_left, -1),
+        0 if causal else max(window_right, -1),
+        softcap,
+        dropout_p,
+        deterministic,
+    )
+
+
+# A model calls with the same options over and over.
+_remembered_options = functools.lru_cache(maxsize=256, typed=True)(_check_options)

@@ -51,18 +51,22 @@ def _flash_attn_forward(
         ``return_softmax`` and ``dropout_p > 0``
     rng_state : (2,) int64, seed and offset of the dropout mask; empty without dropout
     """
+    options = _arguments.options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+    )
     problem = _arguments.dense(
         q,
         k,
         v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        s_aux=s_aux,
-        deterministic=deterministic,
+        options,
+        alibi_slopes,
+        s_aux,
     )
     return _run_forward(problem, return_softmax, out)
 
@@ -95,6 +99,15 @@ def _flash_attn_varlen_forward(
 
     ``zero_tensors`` is accepted for compatibility: rows outside every sequence are always zero.
     """
+    options = _arguments.options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+    )
     problem = _arguments.varlen(
         q,
         k,
@@ -103,17 +116,12 @@ def _flash_attn_varlen_forward(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
+        options,
+        alibi_slopes,
+        s_aux,
         block_table=block_table,
         leftpad_k=leftpad_k,
         seqused_k=seqused_k,
-        s_aux=s_aux,
-        deterministic=deterministic,
     )
     return _run_forward(problem, return_softmax, out)
 
@@ -147,17 +155,21 @@ def _flash_attn_backward(
         rowsum(dout * out), less ``dlse`` (the gradient that arrives through the log-sum-exp) if
         given.
     """
+    options = _arguments.options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+    )
     problem = _arguments.dense(
         q,
         k,
         v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
+        options,
+        alibi_slopes,
     )
     return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse)
 
@@ -191,6 +203,15 @@ def _flash_attn_varlen_backward(
     seqused_k: Tensor | None = None,
 ) -> Tensor:
     """``_flash_attn_backward`` over packed sequences; rows outside every sequence get zero."""
+    options = _arguments.options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+    )
     problem = _arguments.varlen(
         q,
         k,
@@ -199,15 +220,10 @@ def _flash_attn_varlen_backward(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
+        options,
+        alibi_slopes,
         leftpad_k=leftpad_k,
         seqused_k=seqused_k,
-        deterministic=deterministic,
     )
     return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse)
 
@@ -240,12 +256,18 @@ def _flash_attn_with_kvcache(
         raise ValueError(
             f"num_splits must be an int of at least 0 (0: the library chooses), got {num_splits!r}"
         )
+    options = _arguments.options(
+        0.0, softmax_scale, causal, window_size_left, window_size_right, softcap, False
+    )
     problem, new = _arguments.with_kvcache(
         q,
         k_cache,
         v_cache,
         k,
         v,
+        options,
+        alibi_slopes,
+        s_aux,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
@@ -253,12 +275,6 @@ def _flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        s_aux=s_aux,
     )
     if new is not None and not _has_no_data(q):
         problem = _backends.append(problem, new)
@@ -272,15 +288,14 @@ def _run_forward(
     problem: Attention, return_softmax: bool, out: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, dropout = problem.q, problem.dropout_p > 0
-    no_probs, no_rng_state = q.new_empty(0), q.new_empty(0, dtype=torch.int64)
     return_softmax = return_softmax and dropout
     if _has_no_data(q):
         probs_shape = (problem.batch, problem.nheads, *probs_seqlens(problem))
         return (
             q.new_empty(problem.out_shape),
             q.new_empty(problem.lse_shape, dtype=problem.compute_dtype),
-            q.new_empty(probs_shape) if return_softmax else no_probs,
-            q.new_empty(2, dtype=torch.int64) if dropout else no_rng_state,
+            q.new_empty(probs_shape if return_softmax else 0),
+            q.new_empty(2 if dropout else 0, dtype=torch.int64),
         )
     if out is not None:
         _arguments.check_out(problem, out)
@@ -289,9 +304,16 @@ def _run_forward(
     return (
         result,
         lse,
-        no_probs if probs is None else probs,
-        no_rng_state if rng_state is None else rng_state,
+        _nothing(q.dtype, q.device) if probs is None else probs,
+        _nothing(torch.int64, q.device) if rng_state is None else rng_state,
     )
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The empty S_dmask or rng_state of a call without dropout: always the same two tensors."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def _run_backward(

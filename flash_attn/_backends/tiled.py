@@ -236,7 +236,7 @@ class _Sequences:
         return cls(total, min(max_seqlen, total), length, bounds[:-1])
 
     def holds(self, row: Tensor) -> Tensor:
-        """Whether each row (batch, n) lies in the tensor at all, whatever indices name its place."""
+        """Whether each row (batch, n) lies in the tensor at all, before any clamping."""
         inside = (row >= 0) & (row < self.max_length)
         if self.block_table is None:
             slot = self.first // self.seqlen
