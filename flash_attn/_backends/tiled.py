@@ -376,7 +376,7 @@ def _dropout_factor(
     """What each probability is multiplied by: 0 where dropped, 1 / (1 - dropout_p) where kept."""
     if a.dropout_p == 0 or rng_state is None:
         return 1.0
-    return _keep(a, rng_state, rows, cols) / (1 - a.dropout_p)
+    return _keep(a, rng_state, rows, cols).to(a.compute_dtype) / (1 - a.dropout_p)
 
 
 def _keep(a: Attention, rng_state: Tensor, rows: range, cols: range) -> Tensor:
