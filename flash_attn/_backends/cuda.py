@@ -76,7 +76,7 @@ def forward(
     # The kernel writes 16 bytes at a time; an out that does not allow that is filled by a copy.
     result = out
     if result is None or not _is_aligned(result):
-        result = q.new_empty(q.shape)
+        result = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
     if result.numel() == 0 or k.shape[1] == 0:  # nothing to launch
         result.zero_()
