@@ -469,11 +469,13 @@ def _backward(
             strict=False,
         )
     )
+    # The dispatcher leaves out trailing arguments that equal their defaults.
+    needed = {n for n, needs in zip(names, ctx.needs_input_grad, strict=False) if needs}
     if inputs.get("block_table") is not None:
         raise NotImplementedError(
             "block_table has no backward: gather the pages into k and v first"
         )
-    if ctx.needs_input_grad[names.index("alibi_slopes")]:
+    if "alibi_slopes" in needed:
         raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
 
     gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in "qkv"}
@@ -488,7 +490,7 @@ def _backward(
         **{name: value for name, value in inputs.items() if name in taken},
     )
     s_aux = inputs.get("s_aux")
-    if s_aux is not None and ctx.needs_input_grad[names.index("s_aux")]:
+    if s_aux is not None and "s_aux" in needed:
         gradients["ds_aux"] = _sink_gradient(s_aux, lse, delta)
     return tuple(gradients.get(f"d{name}") for name in names[: len(ctx.options)])
 
