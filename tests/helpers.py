@@ -112,6 +112,21 @@ def varlen(
     return Attention(q, k, v, cu_seqlens(seqlens_q, device), storage, **options)
 
 
+def random_pages(batch: int, pages_of_sequence: int, device: str = "cpu") -> Tensor:
+    """A block table of pages in random order, out of two more than it names."""
+    pages = torch.randperm(batch * pages_of_sequence + 2)[: batch * pages_of_sequence]
+    return pages.view(batch, pages_of_sequence).to(device, torch.int32)
+
+
+def poisoned_outside_keys(problem: Attention) -> Attention:
+    """The problem with NaN in the rows of k and v that are the key of no sequence."""
+    unused = torch.ones(problem.k.shape[:-2], dtype=torch.bool, device=problem.k.device)
+    for _, _, keys in problem.sequences():
+        unused[keys] = False
+    k, v = (x.masked_fill(unused[..., None, None], NAN) for x in (problem.k, problem.v))
+    return replace(problem, k=k, v=v)
+
+
 # Every option alone, and combinations. Each takes (batch, nheads, device).
 OPTIONS: dict[str, Callable[[int, int, str], dict[str, Any]]] = {
     "plain": lambda b, h, device: {},

@@ -19,7 +19,9 @@ from helpers import (
     guarded,
     layout_of,
     options_of,
+    poisoned_outside_keys,
     randn,
+    random_pages,
     run,
     varlen,
     with_dropout_mask,
@@ -208,7 +210,7 @@ def test_probabilities(device, make, dtype):
         assert signed.shape == (2, 2, 128, 128)
     else:
         assert signed.shape == (2, 2, 256, 256)
-    exact = problem.to(torch.float64, exact=True)
+    exact = problem.to(torch.float64)
     for b, rows, keys in exact.sequences():
         _, _, p = exact.attend(b, exact.q[rows], exact.k[keys], exact.v[keys])
         got = signed[b, :, : p.shape[1], : p.shape[2]]
@@ -297,17 +299,10 @@ def test_max_seqlen_may_be_larger_or_a_tensor(device):
 def test_varlen_pages(device, page_size, options):
     seqlens_q, seqlens_k = [5, 9, 1], [21, 9, 130]
     problem = varlen(seqlens_q, seqlens_k, 4, 2, device=device, **OPTIONS[options](3, 4, device))
-    pages_per_sequence = -(-max(seqlens_k) // page_size)
-    num_pages = 3 * pages_per_sequence + 2
-    table = torch.randperm(num_pages)[: 3 * pages_per_sequence].view(3, -1)
-    table = table.to(device, torch.int32)
-    pages = randn(2, num_pages, page_size, 2, 32, device=device)
-    unused = torch.ones(num_pages, page_size, dtype=torch.bool, device=device)
-    paged = replace(problem, k=pages[0], v=pages[1])
-    paged.storage = replace(problem.storage, block_table=table)
-    for _, _, keys in paged.sequences():
-        unused[keys] = False
-    pages[:, unused] = NAN
+    table = random_pages(3, -(-max(seqlens_k) // page_size), device)
+    k, v = (randn(table.numel() + 2, page_size, 2, 32, device=device) for _ in range(2))
+    storage = replace(problem.storage, block_table=table)
+    paged = poisoned_outside_keys(replace(problem, k=k, v=v, storage=storage))
     check(paged, backward=False)
 
 

@@ -1,0 +1,271 @@
+"""Names, argument orders and defaults that clients rely on (see ../shared/compatibility.md)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from helpers import dense, int32, layout_of, varlen
+
+import flash_attn
+import flash_attn_2_cuda
+from flash_attn import flash_attn_interface
+
+OPTIONS = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+)
+LAYOUT = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+WINDOW = "window_size_left, window_size_right"
+
+PUBLIC = {
+    "flash_attn_func": f"q, k, v, {OPTIONS}",
+    "flash_attn_kvpacked_func": f"q, kv, {OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv, {OPTIONS}",
+    "flash_attn_varlen_func": f"q, k, v, {LAYOUT}, {OPTIONS}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {LAYOUT}, {OPTIONS}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {OPTIONS}",
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+    ),
+}
+PRIVATE = {
+    "_flash_attn_forward": (
+        f"q, k, v, dropout_p, softmax_scale, causal, {WINDOW}, softcap, alibi_slopes, "
+        "return_softmax"
+    ),
+    "_flash_attn_varlen_forward": (
+        f"q, k, v, {LAYOUT}, dropout_p, softmax_scale, causal, window_size_left=-1, "
+        "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
+        "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False"
+    ),
+    "_flash_attn_backward": (
+        f"{GRADIENTS}, dropout_p, softmax_scale, causal, {WINDOW}, softcap, alibi_slopes, "
+        "deterministic, rng_state=None"
+    ),
+    "_flash_attn_varlen_backward": (
+        f"{GRADIENTS}, {LAYOUT}, dropout_p, softmax_scale, causal, {WINDOW}, softcap, "
+        "alibi_slopes, deterministic, rng_state=None, zero_tensors=False"
+    ),
+}
+RAW = {  # positional: flash_attn_2_cuda and flash_attn_gpu
+    "fwd": 13,
+    "varlen_fwd": 21,
+    "bwd": 19,
+    "varlen_bwd": 24,
+    "fwd_kvcache": 20,
+}
+EXTENSIONS = {"q_descale", "k_descale", "v_descale", "s_aux", "out", "dlse", "deterministic"}
+
+
+def parse(parameters: str) -> list[tuple[str, Any]]:
+    """Names and defaults of "q, k, causal=False"."""
+    return names_and_defaults(inspect.signature(eval(f"lambda {parameters}: None")))
+
+
+def names_and_defaults(signature: inspect.Signature) -> list[tuple[str, Any]]:
+    return [(p.name, p.default) for p in signature.parameters.values()]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_signature(name):
+    function = getattr(flash_attn, name)
+    assert function is getattr(flash_attn_interface, name)
+    assert inspect.isfunction(function) and inspect.getfullargspec(function).args
+    expected = parse(PUBLIC[name])
+    assert inspect.getfullargspec(function).args == [parameter for parameter, _ in expected]
+    signature = inspect.signature(function)
+    assert names_and_defaults(signature)[: len(expected)] == expected
+    for extension in list(signature.parameters.values())[len(expected) :]:
+        assert extension.kind is extension.KEYWORD_ONLY and extension.name in EXTENSIONS
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_private_signature(name):
+    signature = inspect.signature(getattr(flash_attn_interface, name))
+    expected = parse(PRIVATE[name])
+    assert names_and_defaults(signature)[: len(expected)] == expected
+    for extension in list(signature.parameters.values())[len(expected) :]:
+        assert extension.default is not extension.empty
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("module", ["flash_attn_2_cuda", "flash_attn_gpu"])
+def test_raw_signature(name, module):
+    module = {"flash_attn_2_cuda": flash_attn_2_cuda}.get(
+        module, flash_attn_interface.flash_attn_gpu
+    )
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    assert len([p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]) == RAW[name]
+
+
+def test_operators_have_names_that_clients_look_for():
+    for name in PRIVATE:
+        schema = getattr(torch.ops.flash_attn, name).default._schema
+        assert schema.name.startswith("flash_attn::")
+        assert "window_size_left" in [argument.name for argument in schema.arguments]
+
+
+@pytest.mark.parametrize("module", [flash_attn_2_cuda, flash_attn_interface.flash_attn_gpu])
+def test_raw_dense_functions_agree_with_the_public_one(device, module):
+    problem = dense(2, 20, 30, 4, 2, dtype=torch.bfloat16, device=device, causal=True)
+    q, k, v = (x.requires_grad_() for x in (problem.q, problem.k, problem.v))
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+
+    q, k, v = (x.detach() for x in (q, k, v))
+    options = (0.0, problem.scale, True, -1, -1, 0.0)
+    for given in (None, torch.empty_like(q)):
+        raw_out, raw_lse, _, rng_state = module.fwd(q, k, v, given, None, *options, False, None)
+        assert torch.equal(raw_out, out) and torch.equal(raw_lse, lse)
+        assert given is None or raw_out.data_ptr() == given.data_ptr()
+    for given in ((None,) * 3, tuple(map(torch.empty_like, (q, k, v)))):
+        *grads, delta = module.bwd(
+            dout, q, k, v, out, lse, *given, None, *options, True, None, rng_state
+        )
+        assert all(map(torch.equal, grads, expected)) and delta.shape == lse.shape
+        assert given[0] is None or all(map(torch.equal, given, expected))
+
+
+@pytest.mark.parametrize("module", [flash_attn_2_cuda, flash_attn_interface.flash_attn_gpu])
+def test_raw_varlen_functions_agree_with_the_public_one(device, module):
+    problem = varlen([20, 13], [20, 30], device=device, slack=0, window_size=(9, 0))
+    layout = layout_of(problem)
+    q, k, v = (x.requires_grad_() for x in (problem.q, problem.k, problem.v))
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, *layout, window_size=(9, 0), return_attn_probs=True
+    )
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+
+    q, k, v = (x.detach() for x in (q, k, v))
+    bounds, sizes = layout[:2], layout[2:]
+    options = (0.0, problem.scale, False, False, 9, 0, 0.0)
+    raw_out, raw_lse, _, rng_state = module.varlen_fwd(
+        q, k, v, None, *bounds, None, None, None, None, *sizes, *options, False, None
+    )
+    assert torch.equal(raw_out, out) and torch.equal(raw_lse, lse)
+    *grads, _ = module.varlen_bwd(
+        dout, q, k, v, out, lse, None, None, None, *bounds, None, *sizes, *options, True, None, None
+    )
+    assert all(map(torch.equal, grads, expected))
+
+
+@pytest.mark.parametrize("module", [flash_attn_2_cuda, flash_attn_interface.flash_attn_gpu])
+def test_raw_kvcache_function_agrees_with_the_public_one(device, module):
+    problem = dense(2, 1, 30, device=device)
+    new = dense(2, 1, 1, device=device)
+    lengths = int32([3, 29], device)
+    caches = [(problem.k.clone(), problem.v.clone()) for _ in range(2)]
+    expected, expected_lse = flash_attn.flash_attn_with_kvcache(
+        problem.q,
+        *caches[0],
+        new.k,
+        new.v,
+        cache_seqlens=lengths,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    out, lse = module.fwd_kvcache(
+        problem.q,
+        *caches[1],
+        new.k,
+        new.v,
+        lengths,
+        *[None] * 7,
+        problem.scale,
+        True,
+        -1,
+        -1,
+        0.0,
+        True,
+        0,
+    )
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])
+
+
+def test_client_imports():
+    from flash_attn.bert_padding import (  # noqa: F401
+        index_first_axis,
+        index_first_axis_residual,
+        index_put_first_axis,
+        pad_input,
+        rearrange,
+        unpad_input,
+        unpad_input_for_concatenated_sequences,
+    )
+    from flash_attn.layers.rotary import (  # noqa: F401
+        RotaryEmbedding,
+        apply_rotary_emb,
+        apply_rotary_emb_func,
+        apply_rotary_emb_kv_,
+        apply_rotary_emb_qkv_,
+        apply_rotary_emb_torch,
+    )
+    from flash_attn.ops.triton.rotary import apply_rotary  # noqa: F401
+
+
+def test_version():
+    """transformers compares versions; MSLK parses three ints."""
+    parts = flash_attn.__version__.split(".")
+    assert len(parts) == 3 and [int(part) for part in parts] >= [2, 3, 3]
+    assert (2, 1, 1) <= tuple(map(int, parts)) < (2, 8, 4)  # TransformerEngine's range
+
+
+def test_distribution():
+    try:
+        version = importlib.metadata.version("flash-attn")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("running from the source tree: flash-attn is not installed")
+    assert version == flash_attn.__version__
+    names = importlib.metadata.packages_distributions()["flash_attn"]
+    assert {name.replace("_", "-") for name in names} == {"flash-attn"}
+
+
+def test_no_module_that_switches_clients_to_other_conventions():
+    for name in ("flash_attn_interface", "flash_attn_3"):
+        assert importlib.util.find_spec(name) is None
+
+
+def test_another_distribution_may_add_to_the_package(tmp_path):
+    cute = tmp_path / "flash_attn" / "cute"
+    cute.mkdir(parents=True)
+    (cute / "__init__.py").write_text("FOUND = True\n")
+    code = (
+        f"import sys; sys.path[:0] = {[str(tmp_path), *sys.path]!r}; "
+        "import flash_attn, flash_attn.cute; "
+        "assert flash_attn.cute.FOUND; flash_attn.flash_attn_func"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_use_backend():
+    assert flash_attn.available_backends("cpu") == ["tiled"]
+    with pytest.raises(ValueError, match="fast"), flash_attn.use_backend("fast"):
+        pass
+    problem = dense(headdim=64, dtype=torch.bfloat16)
+    with flash_attn.use_backend("sm80"), pytest.raises(NotImplementedError, match="tiled"):
+        flash_attn.flash_attn_func(problem.q, problem.k, problem.v)
+    with flash_attn.use_backend("tiled"):
+        flash_attn.flash_attn_func(problem.q, problem.k, problem.v)
+
+
+def test_import_needs_no_gpu_and_no_driver():
+    code = (
+        "import flash_attn, flash_attn_2_cuda; assert not __import__('torch').cuda.is_initialized()"
+    )
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}"], check=True
+    )

@@ -1,0 +1,322 @@
+"""Each wrong argument: the type of the exception, and a message with the argument and the value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import NAN, cu_seqlens, int32, randn
+
+import flash_attn
+
+Arguments = dict[str, Any]
+
+
+def dense_arguments() -> Arguments:
+    return {"q": randn(2, 5, 4, 8), "k": randn(2, 6, 2, 8), "v": randn(2, 6, 2, 8)}
+
+
+def varlen_arguments() -> Arguments:
+    return {
+        "q": randn(10, 4, 8),
+        "k": randn(12, 2, 8),
+        "v": randn(12, 2, 8),
+        "cu_seqlens_q": cu_seqlens([4, 6]),
+        "cu_seqlens_k": cu_seqlens([5, 7]),
+        "max_seqlen_q": 6,
+        "max_seqlen_k": 7,
+    }
+
+
+def kvcache_arguments() -> Arguments:
+    return {
+        "q": randn(2, 1, 4, 8),
+        "k_cache": randn(2, 10, 2, 8),
+        "v_cache": randn(2, 10, 2, 8),
+        "k": randn(2, 3, 2, 8),
+        "v": randn(2, 3, 2, 8),
+        "cache_seqlens": int32([2, 7]),
+    }
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
+    "dense": (flash_attn.flash_attn_func, dense_arguments),
+    "varlen": (flash_attn.flash_attn_varlen_func, varlen_arguments),
+    "kvcache": (flash_attn.flash_attn_with_kvcache, kvcache_arguments),
+}
+
+COS = torch.ones(20, 4)
+PAGED = {"k_cache": randn(5, 4, 2, 8), "v_cache": randn(5, 4, 2, 8)}
+
+# What a call gets instead of its good arguments, the exception, and words of its message: first the
+# argument, then what was given.
+CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
+    "dense": [
+        # Types, dtypes, devices
+        ({"q": [1.0]}, TypeError, ["q", "list"]),
+        ({"k": None}, TypeError, ["k", "None"]),
+        ({"v": 3}, TypeError, ["v", "int"]),
+        ({"q": randn(2, 5, 4, 8).int()}, TypeError, ["q", "int32"]),
+        ({"q": randn(2, 5, 4, 8).to(torch.complex64)}, TypeError, ["q", "complex64"]),
+        (
+            {name: randn(2, 5, 4, 8).to(torch.float8_e4m3fn) for name in "qkv"},
+            TypeError,
+            ["q", "float8_e4m3fn"],
+        ),
+        ({"k": randn(2, 6, 2, 8).half()}, TypeError, ["k", "float16", "float32"]),
+        ({"v": randn(2, 6, 2, 8).double()}, TypeError, ["v", "float64", "float32"]),
+        ({"k": randn(2, 6, 2, 8).to("meta")}, ValueError, ["k", "meta", "cpu"]),
+        ({"v": randn(2, 6, 2, 8).to("meta")}, ValueError, ["v", "meta", "cpu"]),
+        # Shapes
+        ({"q": randn(5, 4, 8)}, ValueError, ["q", "(5, 4, 8)", "4"]),
+        ({"k": randn(6, 2, 8)}, ValueError, ["k", "(6, 2, 8)", "4"]),
+        ({"k": randn(3, 6, 2, 8), "v": randn(3, 6, 2, 8)}, ValueError, ["k", "(3, 6, 2, 8)", "2"]),
+        ({"v": randn(2, 7, 2, 8)}, ValueError, ["v", "(2, 7, 2, 8)"]),
+        ({"v": randn(2, 6, 1, 8)}, ValueError, ["v", "(2, 6, 1, 8)"]),
+        ({"k": randn(2, 6, 2, 16)}, ValueError, ["k", "(2, 6, 2, 16)", "8"]),
+        ({"k": randn(2, 6, 3, 8), "v": randn(2, 6, 3, 8)}, ValueError, ["k", "3", "4"]),
+        ({"k": randn(2, 6, 0, 8), "v": randn(2, 6, 0, 8)}, ValueError, ["k", "0", "4"]),
+        ({"q": randn(2, 5, 4, 16)[..., ::2]}, ValueError, ["q", "stride", "contiguous"]),
+        ({"k": randn(2, 2, 8, 6).mT.transpose(1, 2)}, ValueError, ["k", "stride", "contiguous"]),
+        ({"v": randn(2, 6, 2, 1).expand(-1, -1, -1, 8)}, ValueError, ["v", "stride"]),
+        # Options
+        ({"dropout_p": -0.1}, ValueError, ["dropout_p", "-0.1", "[0, 1)"]),
+        ({"dropout_p": 1.0}, ValueError, ["dropout_p", "1.0", "[0, 1)"]),
+        ({"dropout_p": NAN}, ValueError, ["dropout_p", "nan"]),
+        ({"dropout_p": "0.1"}, TypeError, ["dropout_p", "str"]),
+        ({"softmax_scale": -1.0}, ValueError, ["softmax_scale", "-1.0"]),
+        ({"softmax_scale": NAN}, ValueError, ["softmax_scale", "nan"]),
+        ({"softmax_scale": float("inf")}, ValueError, ["softmax_scale", "inf"]),
+        ({"softmax_scale": "1"}, TypeError, ["softmax_scale", "str"]),
+        ({"softcap": -5.0}, ValueError, ["softcap", "-5.0"]),
+        ({"softcap": NAN}, ValueError, ["softcap", "nan"]),
+        ({"causal": "yes"}, TypeError, ["causal", "str"]),
+        ({"window_size": 5}, (TypeError, ValueError), ["window_size", "5"]),
+        ({"window_size": (1, 2, 3)}, ValueError, ["window_size", "(1, 2, 3)"]),
+        ({"window_size": (1.5, 2)}, TypeError, ["window_size", "1.5"]),
+        ({"alibi_slopes": [1.0] * 4}, TypeError, ["alibi_slopes", "list"]),
+        ({"alibi_slopes": randn(4).half()}, TypeError, ["alibi_slopes", "float16", "float32"]),
+        ({"alibi_slopes": randn(3)}, ValueError, ["alibi_slopes", "(3,)", "(4,)", "(2, 4)"]),
+        ({"alibi_slopes": randn(4, 2)}, ValueError, ["alibi_slopes", "(4, 2)", "(2, 4)"]),
+        ({"alibi_slopes": randn(4).to("meta")}, ValueError, ["alibi_slopes", "meta", "cpu"]),
+        ({"s_aux": randn(2)}, ValueError, ["s_aux", "(2,)", "(4,)"]),
+        ({"s_aux": int32([1] * 4)}, TypeError, ["s_aux", "int32"]),
+        ({"s_aux": randn(4).to("meta")}, ValueError, ["s_aux", "meta", "cpu"]),
+        ({"out": randn(2, 5, 4, 9)}, ValueError, ["out", "(2, 5, 4, 9)", "(2, 5, 4, 8)"]),
+        ({"out": randn(2, 5, 4, 8).half()}, TypeError, ["out", "float16", "float32"]),
+        ({"out": randn(2, 5, 4, 8).to("meta")}, ValueError, ["out", "meta", "cpu"]),
+        (
+            {"out": randn(2, 5, 4, 8), "q": randn(2, 5, 4, 8).requires_grad_()},
+            ValueError,
+            ["out", "gradient"],
+        ),
+    ],
+    "varlen": [
+        ({"q": randn(2, 5, 4, 8)}, ValueError, ["q", "(2, 5, 4, 8)", "3"]),
+        ({"k": randn(1, 12, 2, 8)}, ValueError, ["k", "(1, 12, 2, 8)", "3"]),
+        ({"cu_seqlens_q": [0, 4, 10]}, TypeError, ["cu_seqlens_q", "list"]),
+        ({"cu_seqlens_q": cu_seqlens([4, 6]).long()}, TypeError, ["cu_seqlens_q", "int64"]),
+        ({"cu_seqlens_k": cu_seqlens([5, 7]).float()}, TypeError, ["cu_seqlens_k", "float32"]),
+        ({"cu_seqlens_k": cu_seqlens([12])}, ValueError, ["cu_seqlens_k", "(2,)", "(3,)"]),
+        ({"cu_seqlens_q": int32([[0, 10]])}, ValueError, ["cu_seqlens_q", "(1, 2)"]),
+        ({"cu_seqlens_q": int32([])}, ValueError, ["cu_seqlens_q", "(0,)"]),
+        ({"cu_seqlens_q": cu_seqlens([4, 6]).to("meta")}, ValueError, ["cu_seqlens_q", "meta"]),
+        ({"max_seqlen_q": 6.0}, TypeError, ["max_seqlen_q", "float"]),
+        ({"max_seqlen_k": None}, TypeError, ["max_seqlen_k", "None"]),
+        ({"max_seqlen_k": -1}, ValueError, ["max_seqlen_k", "-1"]),
+        ({"alibi_slopes": randn(3, 4)}, ValueError, ["alibi_slopes", "(3, 4)", "(2, 4)"]),
+        (
+            {"k": randn(3, 8, 2, 8), "v": randn(3, 8, 2, 8), "block_table": int32([[0]])},
+            ValueError,
+            ["block_table", "(1, 1)"],
+        ),
+        (
+            {"k": randn(3, 8, 2, 8), "v": randn(3, 8, 2, 8), "block_table": int32([0, 1])},
+            ValueError,
+            ["block_table", "(2,)"],
+        ),
+        (
+            {
+                "k": randn(3, 8, 2, 8),
+                "v": randn(3, 8, 2, 8),
+                "block_table": int32([[0], [1]]).long(),
+            },
+            TypeError,
+            ["block_table", "int64"],
+        ),
+        ({"block_table": int32([[0], [1]])}, ValueError, ["k", "(12, 2, 8)", "4"]),
+    ],
+    "kvcache": [
+        ({"k_cache": randn(10, 2, 8)}, ValueError, ["k_cache", "(10, 2, 8)", "4"]),
+        ({"v_cache": randn(2, 10, 2, 8).half()}, TypeError, ["v_cache", "float16"]),
+        ({"v_cache": randn(2, 9, 2, 8)}, ValueError, ["v_cache", "(2, 9, 2, 8)"]),
+        (
+            {"k_cache": randn(3, 10, 2, 8), "v_cache": randn(3, 10, 2, 8)},
+            ValueError,
+            ["k_cache", "(3, 10, 2, 8)", "cache_batch_idx"],
+        ),
+        # Appending
+        ({"v": None}, ValueError, ["v", "None", "k"]),
+        ({"k": None}, ValueError, ["k", "None", "v"]),
+        ({"k": randn(2, 3, 1, 8)}, ValueError, ["k", "(2, 3, 1, 8)", "(2, 3, 2, 8)"]),
+        ({"v": randn(2, 4, 2, 8)}, ValueError, ["v", "(2, 4, 2, 8)", "(2, 3, 2, 8)"]),
+        ({"k": randn(2, 3, 2, 8).half()}, TypeError, ["k", "float16", "float32"]),
+        ({"cache_seqlens": None}, ValueError, ["cache_seqlens", "None"]),
+        ({"cache_seqlens": 8}, ValueError, ["k_cache", "8", "3", "10"]),
+        ({"cache_seqlens": int32([2, 8])}, ValueError, ["k_cache", "8", "3", "10"]),
+        ({"cache_seqlens": 11, "k": None, "v": None}, ValueError, ["k_cache", "11", "10"]),
+        ({"cache_seqlens": 2.0}, TypeError, ["cache_seqlens", "float"]),
+        ({"cache_seqlens": torch.tensor([2, 7])}, TypeError, ["cache_seqlens", "int64"]),
+        ({"cache_seqlens": int32([2])}, ValueError, ["cache_seqlens", "(1,)", "(2,)"]),
+        # Where the cache is
+        ({"cache_batch_idx": int32([0])}, ValueError, ["cache_batch_idx", "(1,)", "(2,)"]),
+        ({"cache_batch_idx": torch.tensor([0, 1])}, TypeError, ["cache_batch_idx", "int64"]),
+        ({"cache_leftpad": int32([0])}, ValueError, ["cache_leftpad", "(1,)", "(2,)"]),
+        ({"cache_leftpad": 1}, TypeError, ["cache_leftpad", "int"]),
+        (
+            {"cache_batch_idx": int32([0, 1]), "block_table": int32([[0, 1, 2], [3, 4, 0]])}
+            | PAGED,
+            ValueError,
+            ["cache_batch_idx", "block_table"],
+        ),
+        (
+            {"block_table": int32([[0, 1, 2]])} | PAGED,
+            ValueError,
+            ["block_table", "(1, 3)", "(2, 3)"],
+        ),
+        (
+            {"block_table": int32([[0, 1], [3, 4]])} | PAGED,
+            ValueError,
+            ["k_cache", "7", "3", "8"],
+        ),
+        # Rotary
+        ({"rotary_cos": COS}, ValueError, ["rotary_sin", "None"]),
+        ({"rotary_sin": COS}, ValueError, ["rotary_cos", "None"]),
+        (
+            {"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": None},
+            ValueError,
+            ["cache_seqlens", "None"],
+        ),
+        (
+            {"rotary_cos": COS, "rotary_sin": COS, "k": None, "v": None, "cache_seqlens": None},
+            ValueError,
+            ["cache_seqlens", "None"],
+        ),
+        (
+            {"rotary_cos": COS, "rotary_sin": COS[:, :2]},
+            ValueError,
+            ["rotary_sin", "(20, 2)", "(20, 4)"],
+        ),
+        (
+            {"rotary_cos": torch.ones(20, 5), "rotary_sin": torch.ones(20, 5)},
+            ValueError,
+            ["rotary_cos", "(20, 5)", "8"],
+        ),
+        (
+            {"rotary_cos": COS[:9], "rotary_sin": COS[:9]},
+            ValueError,
+            ["rotary_cos", "(9, 4)", "10"],
+        ),
+        (
+            {
+                "rotary_cos": COS[:10],
+                "rotary_sin": COS[:10],
+                "q": randn(2, 5, 4, 8),
+                "causal": True,
+            },
+            ValueError,
+            ["rotary_cos", "(10, 4)", "12"],  # the last query is token 7 + 4
+        ),
+        ({"rotary_cos": COS.half(), "rotary_sin": COS}, TypeError, ["rotary_cos", "float16"]),
+        ({"num_splits": -1}, ValueError, ["num_splits", "-1"]),
+    ],
+}
+
+
+def case_id(value: Any) -> str | None:
+    return "-".join(value) if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize(
+    "name, changes, exception, words",
+    [
+        pytest.param(name, *case, id=f"{name}-{'-'.join(case[0])}-{case[2][1]}")
+        for name, cases in CASES.items()
+        for case in cases
+    ],
+)
+def test_bad_argument(name, changes, exception, words):
+    function, arguments = CALLS[name]
+    with pytest.raises(exception) as error:
+        function(**arguments() | changes)
+    message = str(error.value)
+    assert message.startswith(words[0]), message
+    for word in words[1:]:
+        assert word in message, f"{word!r} is not in {message!r}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_good_arguments_pass(name):
+    function, arguments = CALLS[name]
+    function(**arguments())
+
+
+@pytest.mark.parametrize(
+    "name, packed",
+    [
+        ("flash_attn_qkvpacked_func", randn(2, 5, 2, 4, 8)),
+        ("flash_attn_qkvpacked_func", randn(5, 3, 4, 8)),
+    ],
+)
+def test_bad_packing(name, packed):
+    with pytest.raises(ValueError, match=r"^qkv .*got shape"):
+        getattr(flash_attn, name)(packed)
+
+
+def test_bad_kv_packing():
+    with pytest.raises(ValueError, match=r"^kv .*got shape \(2, 5, 3, 4, 8\)"):
+        flash_attn.flash_attn_kvpacked_func(randn(2, 5, 4, 8), randn(2, 5, 3, 4, 8))
+
+
+def test_an_error_leaves_the_cache_as_it_was():
+    arguments = kvcache_arguments() | {"cache_seqlens": int32([2, 8])}
+    before = arguments["k_cache"].clone()
+    with pytest.raises(ValueError):
+        flash_attn.flash_attn_with_kvcache(**arguments)
+    assert torch.equal(arguments["k_cache"], before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])
+def test_cpu_and_gpu_mixed(name):
+    arguments = dense_arguments() | {"alibi_slopes": torch.ones(4)}
+    arguments = {n: x.cuda() if n == name else x for n, x in arguments.items()}
+    with pytest.raises(ValueError, match="cuda:0.*cpu|cpu.*cuda:0"):
+        flash_attn.flash_attn_func(**arguments)
+
+
+@pytest.mark.parametrize(
+    "words, change",
+    [
+        (["dq", "(2, 5, 4, 9)"], {"dq": randn(2, 5, 4, 9)}),
+        (["dv", "float16"], {"dv": randn(2, 6, 2, 8).half()}),
+        (["dout", "(2, 5, 4, 7)"], {"dout": randn(2, 5, 4, 7)}),
+        (["softmax_lse", "float64"], {"softmax_lse": randn(2, 4, 5).double()}),
+        (["softmax_lse", "(2, 5, 4)"], {"softmax_lse": randn(2, 5, 4)}),
+        (["rng_state", "None"], {"dropout_p": 0.1}),
+    ],
+)
+def test_bad_backward_arguments(words, change):
+    from flash_attn.flash_attn_interface import _flash_attn_backward
+
+    arguments = dense_arguments()
+    arguments |= {"dout": randn(2, 5, 4, 8), "out": randn(2, 5, 4, 8)}
+    arguments |= {f"d{name}": torch.empty_like(arguments[name]) for name in "qkv"}
+    arguments |= {"softmax_lse": randn(2, 4, 5), "dropout_p": 0.0, "softmax_scale": 1.0}
+    arguments |= {"causal": False, "window_size_left": -1, "window_size_right": -1}
+    arguments |= {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+    with pytest.raises((TypeError, ValueError)) as error:
+        _flash_attn_backward(**arguments | change)
+    assert all(word in str(error.value) for word in words), error.value

@@ -1,0 +1,224 @@
+"""The operators: gradcheck in float64, torch.library.opcheck, torch.compile, fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import OPTIONS, call, dense, int32, layout_of, randn, run, varlen
+from oracle import Attention
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_attn
+
+OPS = torch.ops.flash_attn
+
+PROBLEMS: dict[str, Callable[..., Attention]] = {
+    "dense": lambda **kw: dense(2, 7, 9, **kw),
+    "varlen": lambda **kw: varlen([7, 3], [9, 3], slack=0, **kw),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("layout", PROBLEMS)
+def test_gradcheck(layout, options):
+    options = OPTIONS[options](2, 4, "cpu")
+    sizes = {"nheads": 4, "nheads_kv": 2, "headdim": 4, "headdim_v": 6}
+    problem = PROBLEMS[layout](**sizes, dtype=torch.float64, **options)
+    leaves = {"q": problem.q, "k": problem.k, "v": problem.v}
+    if problem.s_aux is not None:
+        leaves["s_aux"] = problem.s_aux.double()
+
+    def function(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(7)
+        given = replace(problem, **dict(zip(leaves, inputs, strict=True)))
+        out, lse, _ = call(given, return_attn_probs=True)
+        return out, lse.nan_to_num(neginf=0.0)
+
+    inputs = [x.requires_grad_() for x in leaves.values()]
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def forward_arguments(problem: Attention) -> tuple[Any, ...]:
+    """Arguments of the forward operator for the problem's layout."""
+    layout = () if problem.cu_seqlens_q is None else layout_of(problem)
+    q, k, v = map(leaf, (problem.q, problem.k, problem.v))
+    options = (problem.dropout_p, problem.scale, problem.causal, *problem.window_size)
+    return q, k, v, *layout, *options, problem.softcap, problem.alibi_slopes, False
+
+
+@pytest.mark.parametrize("options", ["plain", "window-causal", "softcap", "alibi-batch"])
+@pytest.mark.parametrize("layout", PROBLEMS)
+def test_opcheck_forward(device, layout, options):
+    problem = PROBLEMS[layout](device=device, **OPTIONS[options](2, 2, device))
+    op = OPS._flash_attn_forward if layout == "dense" else OPS._flash_attn_varlen_forward
+    torch.library.opcheck(op, forward_arguments(problem))
+    sinks = {"s_aux": leaf(randn(2, device=device))}
+    torch.library.opcheck(op, forward_arguments(problem), sinks)
+
+
+@pytest.mark.parametrize("layout", PROBLEMS)
+def test_opcheck_forward_with_dropout(device, layout):
+    """Two runs draw two masks, so only what does not compare results can be checked."""
+    problem = PROBLEMS[layout](device=device, dropout_p=0.3)
+    op = OPS._flash_attn_forward if layout == "dense" else OPS._flash_attn_varlen_forward
+    *arguments, _ = forward_arguments(problem)
+    for return_softmax in (False, True):
+        torch.library.opcheck(
+            op,
+            (*arguments, return_softmax),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+
+
+@pytest.mark.parametrize("layout", PROBLEMS)
+def test_opcheck_backward(device, layout):
+    problem = PROBLEMS[layout](device=device, causal=True)
+    op = OPS._flash_attn_backward if layout == "dense" else OPS._flash_attn_varlen_backward
+    bounds = () if layout == "dense" else layout_of(problem)
+    out, lse, _ = call(problem, return_attn_probs=True)
+    inputs = problem.q, problem.k, problem.v
+    grads = [torch.zeros_like(x) for x in inputs]
+    options = (0.0, problem.scale, True, -1, -1, 0.0, None, False)
+    arguments = (torch.randn_like(out), *inputs, out, lse, *grads, *bounds, *options)
+    torch.library.opcheck(op, arguments)
+    torch.library.opcheck(op, arguments, {"dlse": torch.randn_like(lse)})
+
+
+def kvcache_arguments(device: str) -> tuple[Any, ...]:
+    problem, new = dense(2, 1, 12, device=device), dense(2, 1, 1, device=device)
+    angles = torch.rand(12, 8, device=device)
+    cache = (problem.k, problem.v, new.k, new.v, angles.cos(), angles.sin(), int32([3, 7], device))
+    options = (None, None, None, problem.scale, True, -1, -1, 0.0, True, None, 0)
+    return problem.q, *cache, *options
+
+
+def test_opcheck_kvcache(device):
+    torch.library.opcheck(OPS._flash_attn_with_kvcache, kvcache_arguments(device))
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def compiler(request: pytest.FixtureRequest, device: str) -> Callable[..., Any]:
+    if request.param == "inductor" and device == "cpu":
+        pytest.skip("inductor is tried on the GPU")
+    torch._dynamo.reset()
+    return lambda function: torch.compile(function, fullgraph=True, backend=request.param)
+
+
+@pytest.mark.parametrize("options", ["plain", "window-causal", "alibi", "sinks"])
+@pytest.mark.parametrize("layout", PROBLEMS)
+def test_compile(device, compiler, layout, options):
+    problem = PROBLEMS[layout](device=device, **OPTIONS[options](2, 2, device))
+    layout_arguments = () if layout == "dense" else layout_of(problem)
+    function = (
+        flash_attn.flash_attn_func if layout == "dense" else flash_attn.flash_attn_varlen_func
+    )
+    options = {
+        "causal": problem.causal,
+        "window_size": problem.window_size,
+        "alibi_slopes": problem.alibi_slopes,
+        "s_aux": problem.s_aux,
+        "return_attn_probs": True,
+    }
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, _ = function(q, k, v, *layout_arguments, **options)
+        return (out**2).sum() + lse.sin().sum()
+
+    gradients = []
+    for variant in (loss, compiler(loss)):
+        leaves = list(map(leaf, (problem.q, problem.k, problem.v)))
+        value = variant(*leaves)
+        gradients.append([value, *torch.autograd.grad(value, leaves)])
+    torch.testing.assert_close(*gradients)
+
+
+def test_compile_with_dropout(device, compiler):
+    """Forward and backward of one compiled call share one mask."""
+    problem = dense(2, 40, 40, device=device)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn.flash_attn_func(q, k, v, dropout_p=0.5)
+
+    compiled = compiler(function)
+    v = leaf(problem.v)
+    out = compiled(problem.q, problem.k, v)
+    dout = torch.randn_like(out)
+    # out is linear in v: <out, dout> = <v, dv> exactly if both passes drop the same entries.
+    (dv,) = torch.autograd.grad(out, v, dout)
+    torch.testing.assert_close((out * dout).sum(), (v * dv).sum(), rtol=1e-4, atol=1e-3)
+    assert not torch.equal(out, compiled(problem.q, problem.k, v))
+
+
+def test_compile_of_changing_shapes(device, compiler):
+    compiled = compiler(lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=True))
+    for seqlen in (5, 17, 33, 64):
+        problem = dense(2, seqlen, seqlen + 3, device=device, causal=True)
+        out = compiled(problem.q, problem.k, problem.v)
+        torch.testing.assert_close(out, call(problem))
+
+
+def test_compile_kvcache(device, compiler):
+    """The cache that a compiled call is given is updated in place."""
+    q, k_cache, v_cache, k, v, cos, sin, lengths, *_ = kvcache_arguments(device)
+
+    def step(k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        return flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True
+        )
+
+    caches = [(k_cache.clone(), v_cache.clone()) for _ in range(2)]
+    outs = [step(*caches[0]), compiler(step)(*caches[1])]
+    torch.testing.assert_close(outs[0], outs[1])
+    for eager, compiled in zip(*caches, strict=True):
+        assert torch.equal(eager, compiled) and not torch.equal(eager, k_cache)
+
+
+@pytest.mark.parametrize("layout", PROBLEMS)
+def test_fake_tensors(layout):
+    """A shape-only run gives the shapes, dtypes and strides of a real one."""
+    problem = PROBLEMS[layout](dtype=torch.bfloat16)
+    bounds = () if layout == "dense" else layout_of(problem)
+    function = flash_attn.flash_attn_func if not bounds else flash_attn.flash_attn_varlen_func
+    arguments = (problem.q, problem.k, problem.v, *bounds, 0.3)
+    real = function(*arguments, return_attn_probs=True)
+    with FakeTensorMode() as mode:
+        arguments = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
+        fake = function(*arguments, return_attn_probs=True)
+    for x, y in zip(real, fake, strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def test_double_backward_is_refused():
+    problem = dense(dtype=torch.float64)
+    q = leaf(problem.q)
+    (dq,) = torch.autograd.grad(call(replace(problem, q=q)).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable"):
+        dq.sum().backward()
+
+
+def test_kvcache_has_no_gradient():
+    q, *rest = kvcache_arguments("cpu")
+    out, _ = OPS._flash_attn_with_kvcache(leaf(q), *rest)
+    with pytest.raises(RuntimeError):
+        out.sum().backward()
+
+
+def test_gradients_with_autocast(device):
+    """Under autocast the functions keep to the dtype that they are given."""
+    problem = dense(device=device, dtype=torch.float32)
+    expected, _ = run(problem)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        results, _ = run(problem)
+    assert torch.equal(results["out"], expected["out"])
