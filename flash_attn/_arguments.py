@@ -264,6 +264,8 @@ def with_kvcache(
             raise ValueError("cache_seqlens must be given with k (where to append), got None")
 
     used, last_row = _cache_seqlens(cache_seqlens, q, batch, capacity, seqlen_new)
+    if options.window_left >= 0 or options.window_right >= 0:  # queries stand at rows of their own
+        last_row += max(0, q.shape[1] - seqlen_new)
     _check_rotary(rotary_cos, rotary_sin, q, k, cache_seqlens, last_row)
 
     append, seqused_k = None, used
@@ -486,7 +488,7 @@ def _check_rotary(
 def _cache_seqlens(
     cache_seqlens: Any, q: Tensor, batch: int, capacity: int, seqlen_new: int
 ) -> tuple[Tensor | None, int]:
-    """Return cache_seqlens as a (batch,) tensor, and one past the last row that can be in use."""
+    """Return cache_seqlens as a (batch,) tensor, and one past the last row in use after the append."""
     if cache_seqlens is None:
         return None, capacity
     known = None  # the largest length, where the host knows it

@@ -441,7 +441,8 @@ def _visible_blocks(
     stop = keys.max_length
     if a.window_right >= 0:
         stop = min(stop, rows.stop + most + a.window_right)
-    yield from _blocks(stop, BLOCK_N, start)
+    few_rows = max(1, BLOCK_M // len(rows))  # decoding: as many scores in a tile of fewer rows
+    yield from _blocks(stop, BLOCK_N * few_rows, start)
 
 
 # ---- small things --------------------------------------------------------------------------------
