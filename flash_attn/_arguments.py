@@ -488,7 +488,7 @@ def _check_rotary(
 def _cache_seqlens(
     cache_seqlens: Any, q: Tensor, batch: int, capacity: int, seqlen_new: int
 ) -> tuple[Tensor | None, int]:
-    """Return cache_seqlens as a (batch,) tensor, and one past the last row in use after the append."""
+    """Return cache_seqlens as a (batch,) tensor, and one past the last row of the append."""
     if cache_seqlens is None:
         return None, capacity
     known = None  # the largest length, where the host knows it
