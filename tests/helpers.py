@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from oracle import Attention, Storage, assert_matches_oracle
 from torch import Tensor
@@ -110,6 +111,28 @@ def varlen(
         x[used:] = NAN
     storage = Storage(cu_seqlens=cu_seqlens(seqlens_k, device))
     return Attention(q, k, v, cu_seqlens(seqlens_q, device), storage, **options)
+
+
+def beyond_int32(far: str, device: str) -> Attention:
+    """q, k and v whose last batch row, sequence row or head is over 2^31 elements from the first.
+
+    Skips the test where the 5 GiB for each of the three are not free.
+    """
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of free GPU memory")
+    sizes = {"batch": 2, "rows": 70, "heads": 2}
+    strides = {"batch": 2 * 70 * 64, "rows": 2 * 64, "heads": 64}
+    strides[far] = -(-(2**31 + 64) // (sizes[far] - 1) // 64) * 64
+    if far == "rows":  # heads and batches lie within the long way from row to row
+        strides |= {"heads": 64, "batch": 2 * 64}
+
+    def spread() -> Tensor:
+        shape, stride = (*sizes.values(), 64), (*strides.values(), 1)
+        reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        x = torch.empty(reach, dtype=torch.bfloat16, device=device).as_strided(shape, stride)
+        return x.copy_(torch.randn(shape, device=device))
+
+    return Attention(spread(), spread(), spread(), causal=True)
 
 
 def random_pages(batch: int, pages_of_sequence: int, device: str = "cpu") -> Tensor:

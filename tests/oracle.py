@@ -270,11 +270,6 @@ class Expected:
         return 2 * largest(self.naive.double() - self.exact) + self.ulp
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """log-sum-exp is float32, but for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def results(
     problem: Attention, dout: Tensor | None = None, dlse: Tensor | None = None
 ) -> dict[str, Tensor]:
@@ -300,17 +295,21 @@ def results(
 
 
 def magnitudes(
-    problem: Attention, dtype: torch.dtype, dout: Tensor | None = None, dlse: Tensor | None = None
+    problem: Attention,
+    dtype: torch.dtype,
+    scores_dtype: torch.dtype,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
 ) -> dict[str, float]:
     """Magnitude of what is summed into each result, since rounding is relative to the summands.
 
     dS = P * (dP - delta) cancels: with one visible key it is 0 for every P and dP, and max |dq|
     would ask for exactness. float32 and float64 round each partial sum: sum of magnitudes. 16-bit
     types round summands, independently of each other, and sum in float32: root of sum of squares.
-    S and lse, rounded in the precision of lse, make the relative rounding of P = exp(S - lse).
+    S and lse, rounded to scores_dtype, make the relative rounding of P = exp(S - lse).
     """
     norm = 1 if dtype.itemsize >= 4 else 2
-    lse_eps = torch.finfo(lse_dtype(dtype)).eps / torch.finfo(dtype).eps
+    scores_eps = torch.finfo(scores_dtype).eps / torch.finfo(dtype).eps
 
     def dot(equation: str, x: Tensor, y: Tensor) -> Tensor:
         return torch.einsum(equation, x.abs() ** norm, y.abs() ** norm) ** (1 / norm)
@@ -321,7 +320,7 @@ def magnitudes(
         k, v = (x[keys][:, problem.kv_head] for x in (problem.k, problem.v))
         out, lse, p = problem.attend(b, q, problem.k[keys], problem.v[keys])
         scores = problem.scale * dot("ihd,jhd->hij", q, k)
-        p = p * (1 + lse_eps * (scores + lse.abs().nan_to_num(posinf=0.0)[..., None]))
+        p = p * (1 + scores_eps * (scores + lse.abs().nan_to_num(posinf=0.0)[..., None]))
         kept = p / (1 - problem.dropout_p)
         summed = {"out": dot("hij,jhd->ihd", kept, v), "lse": scores}
         if dout is not None:
@@ -354,11 +353,14 @@ def expect(
     """What out, lse and, with dout, the gradients have to be."""
     given = problem if isinstance(problem, Attention) else problem.attention
     dtype = given.q.dtype
+    scores_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    if isinstance(problem, Decode) and problem.rotary_cos is not None:
+        scores_dtype = dtype  # rotated queries and keys are rounded, and stored, in dtype
     problem64 = problem.to(torch.float64)
     exact = results(problem64, dout, dlse)
     naive = results(problem.to(dtype), dout, dlse)
-    summed = magnitudes(problem64, dtype, dout, dlse)
-    eps = dict.fromkeys(exact, torch.finfo(dtype).eps) | {"lse": torch.finfo(lse_dtype(dtype)).eps}
+    summed = magnitudes(problem64, dtype, scores_dtype, dout, dlse)
+    eps = dict.fromkeys(exact, torch.finfo(dtype).eps) | {"lse": torch.finfo(scores_dtype).eps}
     if given.s_aux is not None:
         eps["ds_aux"] = max(torch.finfo(dtype).eps, torch.finfo(given.s_aux.dtype).eps)
     return {

@@ -1,0 +1,115 @@
+"""What only a GPU has: graphs and streams of the default backend, device-side lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import NAN, beyond_int32, call, dense, int32, varlen
+from oracle import assert_close_to_oracle, assert_matches_oracle, expect
+from test_kvcache import call as call_kvcache
+from test_kvcache import decode
+from torch import Tensor
+
+from flash_attn import flash_attn_varlen_func
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("rotary_dim", [0, 32])
+def test_graph_of_decoding(page_size, rotary_dim):
+    """One captured step, replayed with other lengths on the device, among them padding (-1)."""
+    sizes = {"page_size": page_size, "rotary_dim": rotary_dim, "capacity": 64}
+    case = decode([3, 30, 0, 5], **sizes, dtype=torch.bfloat16, device="cuda", causal=True)
+    problem = case.attention
+    rest = torch.isnan(problem.k)
+    problem.k[rest], problem.v[rest] = (
+        0.5,
+        0.25,
+    )  # later steps read what is slack now
+    call_kvcache(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call_kvcache(case)
+    for lengths in ([4, 31, 1, 6], [50, -1, 2, 63], [-1, -1, -1, -1]):
+        case.cache_seqlens.copy_(int32(lengths))
+        if page_size:
+            keep = problem.storage.block_table.clone()
+            problem.storage.block_table[case.cache_seqlens < 0] = -1
+        before = replace(case, attention=replace(problem, k=problem.k.clone(), v=problem.v.clone()))
+        out.fill_(NAN), lse.fill_(NAN)
+        graph.replay()
+        expected = expect(before)
+        assert_close_to_oracle(out, expected["out"], "out")
+        assert_close_to_oracle(lse, expected["lse"], "lse")
+        if page_size:
+            problem.storage.block_table.copy_(keep)
+
+
+def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of the call, and its output. (What a first call sets up is not captured.)"""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+def test_graph_draws_another_mask_each_time():
+    problem = dense(2, 100, 100, device="cuda", dropout_p=0.5)
+    graph, out = captured(lambda: call(problem))
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(out, first)
+
+
+def test_graph_of_varlen_follows_the_lengths():
+    """Lengths are read on the device, when the graph runs."""
+    problem = varlen([40, 20], [40, 20], device="cuda", causal=True, slack=0)
+    bounds = problem.cu_seqlens_q, problem.storage.cu_seqlens
+    graph, out = captured(
+        lambda: flash_attn_varlen_func(
+            problem.q, problem.k, problem.v, *bounds, 60, 60, causal=True
+        )
+    )
+    for lengths in ([0, 40, 60], [0, 11, 60], [0, 60, 60]):
+        for bound in bounds:
+            bound.copy_(int32(lengths))
+        graph.replay()
+        assert_matches_oracle({"out": out}, problem)
+
+
+def test_graph_of_training():
+    """Forward and backward in one graph."""
+    problem = dense(2, 100, 100, headdim=64, dtype=torch.bfloat16, device="cuda", causal=True)
+    leaves = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    dout = torch.randn_like(problem.q)
+
+    def step() -> Tensor:
+        return torch.stack(torch.autograd.grad(call(problem), leaves, dout))
+
+    stream = torch.cuda.Stream()  # autograd wants its warm-up on a side stream
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, grads = captured(step)
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.normal_()
+    grads.fill_(NAN)
+    graph.replay()
+    assert_matches_oracle(dict(zip(("dq", "dk", "dv"), grads, strict=True)), problem, dout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("far", ["batch", "rows", "heads"])
+def test_offsets_beyond_int32(far):
+    """Forward on the default backend, backward on tiled."""
+    problem = beyond_int32(far, "cuda")
+    out = call(problem)
+    assert_matches_oracle({"out": out}, problem)
