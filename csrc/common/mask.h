@@ -1,0 +1,65 @@
+// Which keys each query sees, for whole blocks and for single scores.
+#pragma once
+
+#include <cmath>
+
+namespace flash {
+
+// A window side as Mask takes it: -1 (unbounded) becomes as wide as the longest sequence. Wider
+// ones are cut to that too, so that sums with it stay inside an int.
+inline int bounded_window(int window, int max_seqlen) {
+  return window < 0 || window > max_seqlen ? max_seqlen : window;
+}
+
+// Full, causal and sliding-window attention over one sequence. The diagonal ends in the
+// bottom-right corner: query i stands at key i + shift.
+struct Mask {
+  int seqlen_k;
+  int shift;                      // seqlen_k - seqlen_q
+  int window_left, window_right;  // bounded_window of each side
+
+  // Query i sees the keys first_key(i) .. end_key(i) - 1. Both bounds grow with i.
+  __device__ int first_key(int i) const { return max(0, i + shift - window_left); }
+  __device__ int end_key(int i) const { return min(seqlen_k, i + shift + window_right + 1); }
+
+  // Whether some query of row .. row + rows - 1 misses some key of key .. key + keys - 1.
+  __device__ bool cuts(int row, int rows, int key, int keys) const {
+    return key + keys > seqlen_k || key + keys > row + shift + window_right + 1 ||
+           key < row + rows - 1 + shift - window_left;
+  }
+};
+
+// The key blocks begin .. end - 1; none if begin >= end.
+struct BlockRange {
+  int begin, end;
+};
+
+// The blocks of kBlockN keys in which one of the queries row_begin .. row_end - 1 sees a key.
+template <int kBlockN>
+__device__ BlockRange key_blocks(const Mask& mask, int row_begin, int row_end) {
+  return {mask.first_key(row_begin) / kBlockN, (mask.end_key(row_end - 1) + kBlockN - 1) / kBlockN};
+}
+
+// Sets the scores of invisible keys to -inf. `row` and `key` are those of the thread's first score.
+// scores: (kRowTiles, kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
+template <int kRowTiles, int kColTiles>
+__device__ void apply_mask(float (&scores)[kRowTiles][kColTiles][4], const Mask& mask, int row,
+                           int key) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int begin = mask.first_key(row + m * 16 + half * 8) - key;
+      const int end = mask.end_key(row + m * 16 + half * 8) - key;
+#pragma unroll
+      for (int n = 0; n < kColTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (n * 8 + j < begin || n * 8 + j >= end) scores[m][n][2 * half + j] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace flash

@@ -1,0 +1,10 @@
+// Helpers for code that a whole warp runs together.
+#pragma once
+
+namespace flash {
+
+// x, which is the same in all lanes; the compiler learns so, and keeps what follows from it in the
+// warp's uniform registers.
+__device__ inline int warp_uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+
+}  // namespace flash

@@ -1,0 +1,20 @@
+// Asynchronous copies from global to shared memory that bypass the registers.
+#pragma once
+
+#include <cstdint>
+
+namespace flash::ptx {
+
+// Copies 16 bytes; where `valid` is false it writes 16 zero bytes and does not read `global`.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async" (.cg, src-size)
+__device__ inline void cp_async_16_zfill(uint32_t shared_address, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared_address),
+               "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.wait_all": waits for this thread's
+// copies; other threads see them after a barrier.
+__device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+
+}  // namespace flash::ptx
