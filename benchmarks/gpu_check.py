@@ -1,0 +1,175 @@
+"""The GPU evidence of a tree: run every test and a smoke benchmark, and record what was seen.
+
+CI has no GPU, so what a GPU said travels with the code, in ``benchmarks/results/<gpu>/check.json``.
+The record carries a hash of the sources that it was made from: ``--fresh`` compares that hash with
+the tree as it stands, and needs neither a GPU nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HASHED_FOLDERS = ("csrc", "flash_attn", "tests")
+
+
+def is_source(path: Path) -> bool:
+    """Whether ``path``, relative to the root, is source rather than a build product or a cache."""
+    hidden_or_cache = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    return not hidden_or_cache and path.suffix not in {".so", ".pyc"}
+
+
+def tree_hash(root: Path) -> str:
+    """SHA-256 over the path and content of every source file of the hashed folders, as hex."""
+    paths = (
+        path.relative_to(root) for folder in HASHED_FOLDERS for path in (root / folder).rglob("*")
+    )
+    digest = hashlib.sha256()
+    for path in sorted(path for path in paths if is_source(path) and (root / path).is_file()):
+        content = (root / path).read_bytes()
+        digest.update(f"{path.as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def freshness(root: Path) -> tuple[bool, str]:
+    """Whether the tree at ``root`` has a record and passed in each, and one line that says so."""
+    records = {
+        path.parent.name: json.loads(path.read_text())
+        for path in sorted((root / "benchmarks" / "results").glob("*/check.json"))
+    }
+    if not records:
+        return False, "missing: no benchmarks/results/<gpu>/check.json; run `make gpu-check`"
+    current = tree_hash(root)
+    of_this_tree = {
+        gpu: record for gpu, record in records.items() if record["tree_hash"] == current
+    }
+    if not of_this_tree:
+        return False, f"stale: the record of {', '.join(records)} is of another tree"
+    passed = all(record["pytest_status"] == 0 for record in of_this_tree.values())
+    counts = "; ".join(
+        f"{gpu}, {record['passed']} passed, {record['failed']} failed, {record['date']}"
+        for gpu, record in of_this_tree.items()
+    )
+    return passed, f"{'fresh' if passed else 'failing'}: the record is of this tree ({counts})"
+
+
+def count_outcomes(junit_xml: Path) -> Counter[str]:
+    """Number of passed, failed, skipped and xfailed tests in pytest's JUnit report."""
+    outcomes: Counter[str] = Counter(passed=0, failed=0, skipped=0, xfailed=0)
+    for case in ElementTree.parse(junit_xml).iter("testcase"):
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcomes["failed"] += 1
+        elif skipped is not None:
+            outcomes["xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"] += 1
+        else:
+            outcomes["passed"] += 1
+    return outcomes
+
+
+def run_tests() -> tuple[int, Counter[str]]:
+    """Run the whole suite; pytest's exit status and the outcomes it recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        if not report.exists():
+            raise SystemExit(f"pytest wrote no report (exit status {status}): nothing is recorded")
+        return status, count_outcomes(report)
+
+
+def output_of(*command: str) -> str | None:
+    """What a command prints, stripped; None where it is missing or fails."""
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def versions() -> dict[str, str | None]:
+    """What the figures depend on; ``commit`` is None where the tree came without its history."""
+    import torch
+
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    nvcc = output_of("nvcc", "--version")
+    return {
+        "driver": driver and driver.splitlines()[0],
+        "nvcc": nvcc and nvcc.splitlines()[-1],
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
+    }
+
+
+def check() -> int:
+    """Run the tests and the smoke benchmark, write the record; the exit status."""
+    import torch
+
+    import flash_attn
+    from benchmarks import forward, host_time
+
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu-check needs a CUDA device and torch sees none: nothing is recorded")
+    backends = flash_attn.available_backends("cuda")
+    if backends == ["tiled"]:
+        raise SystemExit("gpu-check needs the compiled kernels (`make build`): nothing is recorded")
+
+    device_name = torch.cuda.get_device_name()
+    gpu = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    path = ROOT / "benchmarks" / "results" / gpu / "check.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # a check that dies half-way leaves no record, not an older one
+
+    started = time.perf_counter()
+    tree = tree_hash(ROOT)
+    status, outcomes = run_tests()
+    record: dict[str, Any] = {
+        "tree_hash": tree,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": device_name,
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        "backends": backends,
+        "versions": versions(),
+        "pytest_status": status,
+        **outcomes,
+        "forward": forward.measure(forward.SMOKE_CASES),
+        "host_time_us": host_time.measure(),
+        "wall_time_s": round(time.perf_counter() - started, 1),
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    if "OUT" in os.environ:  # the one folder whose files come back from a lent GPU machine
+        shutil.copy(path, os.environ["OUT"])
+    print(path.read_text())
+    return status
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fresh", action="store_true", help="only compare record and tree")
+    if not parser.parse_args(arguments).fresh:
+        return check()
+    fresh, line = freshness(ROOT)
+    print(line)
+    return 0 if fresh else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
