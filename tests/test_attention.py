@@ -17,6 +17,7 @@ from helpers import (
     dense,
     dtype_name,
     guarded,
+    int32,
     layout_of,
     options_of,
     poisoned_outside_keys,
@@ -63,6 +64,13 @@ def test_windows_across_tiles(device, seqlens, left, right):
     check(dense(1, *seqlens, 1, 1, 16, window_size=(left, right), device=device))
 
 
+@pytest.mark.parametrize("left, right", [(5, -1), (5, 3), (-1, 3), (150, 0)])
+def test_varlen_windows_across_tiles(device, left, right):
+    """Sequences whose diagonals cross different tiles."""
+    seqlens_q, seqlens_k = [300, 100, 5, 260], [200, 290, 300, 130]
+    check(varlen(seqlens_q, seqlens_k, 1, 1, 16, window_size=(left, right), device=device))
+
+
 @pytest.mark.parametrize("headdim, headdim_v", [(1, 1), (8, 24), (40, 64), (64, 40), (128, 128)])
 def test_head_dims(device, headdim, headdim_v):
     for dtype in (torch.bfloat16, torch.float32):
@@ -105,6 +113,14 @@ def test_empty(device, sizes, options):
 def test_varlen_empty(device, seqlens_q, seqlens_k):
     check(varlen(seqlens_q, seqlens_k, device=device))
     check(varlen(seqlens_q, seqlens_k, device=device, slack=0, causal=True))
+
+
+def test_varlen_rows_before_the_first_sequence(device):
+    """Rows of no sequence may also stand before all of them."""
+    problem = varlen([9, 14], [17, 14], device=device, causal=True)
+    problem.q[:2], problem.k[:3], problem.v[:3] = NAN, NAN, NAN
+    storage = Storage(cu_seqlens=int32([3, 17, 31], device))
+    check(replace(problem, cu_seqlens_q=int32([2, 9, 23], device), storage=storage))
 
 
 def test_varlen_many_sequences(device):
@@ -255,6 +271,30 @@ def test_gradients_only_where_asked_for(device):
     q, k, v = problem.q, problem.k.requires_grad_(), problem.v
     call(problem).sum().backward()
     assert q.grad is None and v.grad is None and k.grad is not None
+
+
+def test_gradient_through_out_alone_and_lse_alone(device):
+    problem = dense(2, 20, 30, 4, 2, device=device, causal=True)
+    leaves = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    out, lse, _ = call(problem, return_attn_probs=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for output, upstream, given in (
+        (out, dout, (dout, None)),
+        (lse, dlse, (torch.zeros_like(out), dlse)),
+    ):
+        grads = torch.autograd.grad(output, leaves, upstream, retain_graph=True)
+        assert_matches_oracle(dict(zip(("dq", "dk", "dv"), grads, strict=True)), problem, *given)
+
+
+def test_upstream_gradients_of_any_strides(device):
+    problem = dense(device=device)
+    q = problem.q.requires_grad_()
+    out = call(problem)
+    dout = randn(2, 2, 33, 32, device=device).transpose(1, 2)
+    for strided in (dout, dout[..., :1].expand_as(out), out.new_ones(()).expand_as(out)):
+        (dq,) = torch.autograd.grad(out, q, strided, retain_graph=True)
+        (expected,) = torch.autograd.grad(out, q, strided.contiguous(), retain_graph=True)
+        assert torch.equal(dq, expected)
 
 
 def test_without_gradient_no_graph(device):

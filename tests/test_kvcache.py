@@ -226,10 +226,12 @@ def test_leftpad_of_everything(device):
 @pytest.mark.parametrize("page_size", [None, 8])
 @pytest.mark.parametrize("rotary_dim", [0, 32])
 @pytest.mark.parametrize("lengths", [[5, -1, 30, -1], [-1, -1]], ids=str)
-def test_padded_rows(device, page_size, rotary_dim, lengths):
+@pytest.mark.parametrize("seqlen_new", [0, 1, 3])
+def test_padded_rows(device, page_size, rotary_dim, lengths, seqlen_new):
     """cache_seqlens -1 (and pages -1) pads a batch: zeros come out and nothing is appended."""
-    case = decode(lengths, page_size=page_size, rotary_dim=rotary_dim, device=device, causal=True)
-    check(case)
+    rotary_dim = rotary_dim if seqlen_new else 0
+    options = {"page_size": page_size, "rotary_dim": rotary_dim, "causal": True}
+    check(decode(lengths, 2, seqlen_new, device=device, **options))
 
 
 @pytest.mark.parametrize("length", [0, 1, 20, 39])
