@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "ptx/cp_async.h"
-#include "ptx/ldmatrix.h"
 
 namespace flash {
 

@@ -18,6 +18,8 @@
 #include "common/softmax.h"
 #include "common/warp.h"
 #include "params.h"
+#include "ptx/cp_async.h"
+#include "ptx/ldmatrix.h"
 #include "ptx/mma_sync.h"
 #include "sm80/forward_config.cuh"
 
