@@ -75,16 +75,20 @@ GPU = Setting(torch.bfloat16, 4, 8, 2, 64, 256, 32, 250, 4096, 128, 3)
 # ---- Attention: standard (the reference), and the four uses of this library ----------------------
 
 
-def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(headdim)) V, as the formula says. In float64, the exact reference."""
-    group = q.shape[2] // k.shape[2]  # query heads that share a key head
-    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+def causal_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Q K^T / sqrt(headdim), (batch, nheads, seqlen_q, seqlen_k); -inf where the key is later."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # query heads share a key head
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
     seqlen_q, seqlen_k = scores.shape[-2:]
     # The last query stands at the last key; what is to the right of the diagonal is in the future.
     future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1 + seqlen_k - seqlen_q)
-    p = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
-    return torch.einsum("bhij,bjhd->bihd", p, v)
+    return scores.masked_fill(future, -torch.inf)
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(Q K^T / sqrt(headdim)) V, as the formula says. In float64, the exact reference."""
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    return torch.einsum("bhij,bjhd->bihd", causal_scores(q, k).softmax(dim=-1), v)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -265,13 +269,30 @@ class Case:
     flash: Callable[[], Result]
     standard: Callable[[], Result]
     exact: Callable[[], Result]
+    rounding: float = 0.0  # relative, of what the result is computed from
 
 
 def attention_case(
-    name: str, flash: Callable[..., Result], standard: Callable[..., Result], qkv: Sequence[Tensor]
+    name: str,
+    flash: Callable[..., Result],
+    standard: Callable[..., Result],
+    qkv: Sequence[Tensor],
+    rounding: float = 0.0,
 ) -> Case:
     exact_qkv = [x.double() for x in qkv]
-    return Case(name, partial(flash, *qkv), partial(standard, *qkv), partial(standard, *exact_qkv))
+    return Case(
+        name,
+        partial(flash, *qkv),
+        partial(standard, *qkv),
+        partial(standard, *exact_qkv),
+        rounding,
+    )
+
+
+def lse_rounding(q: Tensor, k: Tensor) -> float:
+    """The backward computes P = exp(S - lse): the float32 rounding of lse is an error of P."""
+    lse = causal_scores(q, k).logsumexp(dim=-1)
+    return torch.finfo(torch.float32).eps * lse.abs().max().item()
 
 
 def model_case(model: Transformer, tokens: Tensor, setting: Setting) -> Case:
@@ -308,6 +329,7 @@ def list_cases(
             partial(gradients, flash_attention),
             partial(gradients, standard_attention),
             qkv,
+            lse_rounding(*qkv[:2]),
         ),
         attention_case(
             f"varlen, {len(lengths)} paragraphs",
@@ -337,7 +359,8 @@ def compare(case: Case, device: torch.device, repeats: int) -> tuple[list[str], 
     exact = as_tuple(case.exact())
     backend, flash = on_best_backend(device, lambda: measure(case.flash, device, repeats))
     standard = measure(case.standard, device, repeats)
-    right = all(map(is_right, flash.results, standard.results, exact))
+    triples = zip(flash.results, standard.results, exact, strict=True)
+    right = all(is_right(*triple, case.rounding) for triple in triples)
     both = (flash, standard)
     row = [case.name, backend]
     row += [f"{max(map(error, m.results, exact)):.1e}" for m in both]
@@ -355,9 +378,9 @@ def error(result: Tensor, exact: Tensor) -> float:
     return ((result.double() - exact).abs().max() / exact.abs().max()).item()
 
 
-def is_right(flash: Tensor, standard: Tensor, exact: Tensor) -> bool:
-    """At most twice the error of standard attention, and the rounding of the result itself."""
-    rounding = torch.finfo(flash.dtype).eps
+def is_right(flash: Tensor, standard: Tensor, exact: Tensor, rounding: float = 0.0) -> bool:
+    """At most twice the error of standard attention, and the rounding of result and inputs."""
+    rounding += torch.finfo(flash.dtype).eps
     cosine = F.cosine_similarity(flash.double().flatten(), exact.flatten(), dim=0).item()
     # Written so that NaN is wrong.
     return error(flash, exact) <= 2 * error(standard, exact) + rounding and cosine >= 0.999

@@ -10,6 +10,7 @@ through masks. The same code therefore runs under CUDA graph capture.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -21,8 +22,9 @@ from flash_attn._arguments import Attention, CacheAppend
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn._rotary import rotate
 
-BLOCK_M = 128  # rows (queries) of a tile; a multiple of 16, which the dropout mask needs
-BLOCK_N = 128  # columns (keys) of a tile; likewise
+BLOCK = 128  # rows and columns of a tile are multiples of this, and of 16 for the dropout mask
+MAX_SCORES = 2**22  # of one tile on a GPU, over all batches and heads: enough work for each launch
+MAX_KEY_ELEMENTS = 2**24  # of one tile of K where there are few queries
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -48,7 +50,7 @@ def forward(
     all_out = _RowBuffer(queries, (a.nheads, a.headdim_v), a.q.dtype, 0.0, a.q.device)
     all_lse = _RowBuffer(queries, (a.nheads, 1), a.compute_dtype, -torch.inf, a.q.device)
 
-    for rows in _blocks(queries.max_length, BLOCK_M):
+    for rows in _blocks(queries.max_length, _block(a)):
         q = queries.read(a.q, rows)  # (batch, nheads, m, headdim)
         row_max, row_sum = _initial_statistics(a, q)
         acc = q.new_zeros(*q.shape[:-1], a.headdim_v)
@@ -99,7 +101,7 @@ def backward(
     row_lse = _query_layout(lse)
     row_dlse = None if dlse is None else _query_layout(dlse)
 
-    for rows in _blocks(queries.max_length, BLOCK_M):
+    for rows in _blocks(queries.max_length, _block(a)):
         q, do = queries.read(a.q, rows), queries.read(dout, rows)
         tile_lse = _finite_lse(queries.read(row_lse, rows))
         delta = (do * queries.read(out, rows)).sum(-1, keepdim=True)
@@ -400,7 +402,7 @@ def _signed_probabilities(
     shape = (a.batch, a.nheads, *probs_seqlens(a))
     probs = torch.zeros(shape, dtype=a.q.dtype, device=a.q.device)
     row_lse = _query_layout(lse)
-    for rows in _blocks(queries.max_length, BLOCK_M):
+    for rows in _blocks(queries.max_length, _block(a)):
         q = queries.read(a.q, rows)
         tile_lse = _finite_lse(queries.read(row_lse, rows))
         for cols in _visible_blocks(a, queries, keys, rows):
@@ -418,6 +420,14 @@ def probs_seqlens(a: Attention) -> tuple[int, int]:
 
 
 # ---- which tiles ---------------------------------------------------------------------------------
+
+
+def _block(a: Attention) -> int:
+    """Rows and columns of a tile: what fits a CPU's cache, or what keeps a GPU busy."""
+    if a.q.device.type == "cpu":
+        return BLOCK
+    side = math.isqrt(MAX_SCORES // max(1, a.batch * a.nheads))
+    return max(BLOCK, side // BLOCK * BLOCK)
 
 
 def _blocks(length: int, block: int, start: int = 0) -> Iterator[range]:
@@ -441,8 +451,11 @@ def _visible_blocks(
     stop = keys.max_length
     if a.window_right >= 0:
         stop = min(stop, rows.stop + most + a.window_right)
-    few_rows = max(1, BLOCK_M // len(rows))  # decoding: as many scores in a tile of fewer rows
-    yield from _blocks(stop, BLOCK_N * few_rows, start)
+    block = _block(a)
+    if len(rows) < block:  # decoding: as many scores in a tile of fewer rows
+        most_keys = MAX_KEY_ELEMENTS // max(1, a.batch * a.nheads_kv * a.headdim)
+        block = max(block, min(block * block // len(rows), most_keys) // BLOCK * BLOCK)
+    yield from _blocks(stop, block, start)
 
 
 # ---- small things --------------------------------------------------------------------------------
