@@ -83,34 +83,26 @@ def dense(
 
 
 def varlen(
-    seqlens_q: Sequence[int],
-    seqlens_k: Sequence[int],
-    nheads: int = 2,
-    nheads_kv: int = 2,
-    headdim: int = 32,
-    headdim_v: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    slack: int = 5,
-    **options: Any,
+    seqlens_q: Sequence[int], seqlens_k: Sequence[int], *sizes: int, slack: int = 5, **options: Any
 ) -> Attention:
-    """A random varlen problem, with NaN in `slack` rows of q, k and v after the last sequence."""
-    rows = dense(
-        1,
-        sum(seqlens_q) + slack,
-        sum(seqlens_k) + slack,
-        nheads,
-        nheads_kv,
-        headdim,
-        headdim_v,
-        dtype,
-        device,
-    )
-    q, k, v = rows.q[0], rows.k[0], rows.v[0]
-    for x, used in ((q, sum(seqlens_q)), (k, sum(seqlens_k)), (v, sum(seqlens_k))):
-        x[used:] = NAN
-    storage = Storage(cu_seqlens=cu_seqlens(seqlens_k, device))
-    return Attention(q, k, v, cu_seqlens(seqlens_q, device), storage, **options)
+    """A random varlen problem, with NaN in `slack` rows of q, k and v after the last sequence.
+
+    sizes and options are those of `dense` after the sequence lengths.
+    """
+    total_q, total_k = sum(seqlens_q), sum(seqlens_k)
+    problem = dense(1, total_q + slack, total_k + slack, *sizes, **options)
+    q, k, v = problem.q[0], problem.k[0], problem.v[0]
+    q[total_q:], k[total_k:], v[total_k:] = NAN, NAN, NAN
+    cu_seqlens_q = cu_seqlens(seqlens_q, q.device)
+    storage = Storage(cu_seqlens=cu_seqlens(seqlens_k, q.device))
+    return replace(problem, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, storage=storage)
+
+
+# A problem of each layout, two sequences long.
+LAYOUTS: dict[str, Callable[..., Attention]] = {
+    "dense": dense,
+    "varlen": lambda **options: varlen([20, 130], [140, 13], **options),
+}
 
 
 def beyond_int32(far: str, device: str) -> Attention:

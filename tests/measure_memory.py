@@ -68,7 +68,7 @@ def peak_mib(seqlen: int, device: str = "cpu") -> float:
         check=True,
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )
     return float(result.stdout)
 

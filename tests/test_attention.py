@@ -9,6 +9,7 @@ import torch
 from helpers import (
     DROPOUT_SEED,
     DTYPES,
+    LAYOUTS,
     NAN,
     OPTIONS,
     assert_guard_intact,
@@ -156,10 +157,13 @@ def test_varlen_strides(device):
     check(replace(problem, q=q, k=k, v=v))
 
 
-@pytest.mark.parametrize("make", [dense, lambda **kw: varlen([20, 13], [20, 13], **kw)])
-def test_packed_functions_equal_the_plain_ones(device, make):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_functions_equal_the_plain_ones(device, layout):
     options = OPTIONS["everything"](2, 2, device)
-    problem = make(dtype=torch.bfloat16, device=device, **options)
+    if layout == "dense":
+        problem = dense(dtype=torch.bfloat16, device=device, **options)
+    else:
+        problem = varlen([20, 13], [20, 13], dtype=torch.bfloat16, device=device, **options)
     results, upstream = run(problem, deterministic=True)
     heads = problem.q.dim() - 2
     names = ("flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
@@ -213,10 +217,10 @@ def test_probabilities_are_empty_without_dropout(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_name)
-@pytest.mark.parametrize("make", [dense, lambda **kw: varlen([20, 130], [140, 13], **kw)])
-def test_probabilities(device, make, dtype):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_probabilities(device, layout, dtype):
     """S_dmask holds P before dropout, with a negative sign where dropout removed it."""
-    problem = make(
+    problem = LAYOUTS[layout](
         dtype=dtype, device=device, dropout_p=0.3, causal=True, s_aux=torch.ones(2, device=device)
     )
     problem = with_dropout_mask(problem)
@@ -253,10 +257,10 @@ def test_tiny_dropout_drops_nothing(device):
     assert signed.shape == (2, 2, 128, 128) and (signed >= 0).all()
 
 
-@pytest.mark.parametrize("make", [dense, lambda **kw: varlen([70, 130], [140, 63], **kw)])
-def test_deterministic(device, make):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_deterministic(device, layout):
     options = OPTIONS["everything"](2, 4, device)
-    problem = make(nheads=4, nheads_kv=2, dtype=torch.float16, device=device, **options)
+    problem = LAYOUTS[layout](nheads=4, nheads_kv=2, dtype=torch.float16, device=device, **options)
     torch.manual_seed(0)
     first, upstream = run(problem, deterministic=True)
     for _ in range(3):
@@ -305,9 +309,9 @@ def test_without_gradient_no_graph(device):
         assert not call(problem).requires_grad
 
 
-@pytest.mark.parametrize("make", [dense, lambda **kw: varlen([20, 13], [20, 13], **kw)])
-def test_out_is_written_in_place(device, make):
-    problem = make(dtype=torch.bfloat16, device=device, causal=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_out_is_written_in_place(device, layout):
+    problem = LAYOUTS[layout](dtype=torch.bfloat16, device=device, causal=True)
     out = guarded(torch.full_like(problem.q, NAN))
     returned = call(problem, out=out)
     assert returned.data_ptr() == out.data_ptr() and returned.stride() == out.stride()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import (
+    LAYOUTS,
     NAN,
     OPTIONS,
     assert_guard_intact,
@@ -51,10 +52,12 @@ def private_backward(
     return grads | {"delta": delta}
 
 
-@pytest.mark.parametrize("make", [dense, lambda **kw: varlen([20, 13], [20, 13], **kw)])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", NO_SINKS)
-def test_forward_and_backward(device, make, options):
-    problem = make(nheads=4, dtype=torch.bfloat16, device=device, **OPTIONS[options](2, 4, device))
+def test_forward_and_backward(device, layout, options):
+    problem = LAYOUTS[layout](
+        nheads=4, dtype=torch.bfloat16, device=device, **OPTIONS[options](2, 4, device)
+    )
     problem = with_dropout_mask(problem)
     torch.manual_seed(7)
     out, lse, _, rng_state = private_forward(problem)
