@@ -31,7 +31,7 @@ lint: $(INSTALLED)  ## ruff, mypy, clang-format; changes nothing
 build: $(INSTALLED)  ## compile the CUDA extension in place, incrementally (one line without nvcc)
 	$(VENV)/bin/python setup.py build_ext --inplace
 
-gpu-check:  ## on a GPU machine: build, all tests, smoke benchmark; writes benchmarks/results/<gpu>/check.json
+gpu-check:  ## on a GPU machine: build, GPU tests, smoke benchmark; writes benchmarks/results/<gpu>/check.json
 	$(PYTHON) setup.py build_ext --inplace
 	$(PYTHON) -m benchmarks.gpu_check
 
