@@ -19,9 +19,6 @@ help:  ## list the commands
 demo: build  ## run attention on the best backend present, each result checked and timed
 	$(VENV)/bin/python -m flash_attn.demo
 
-# Threads that spin while they wait starve each other on busy cores: of two runs of the same tests at
-# once on two cores, each took 10 s this way, and had not ended after 120 s without.
-test: export OMP_WAIT_POLICY ?= PASSIVE
 test: build  ## run the whole test suite (tests of absent hardware are skipped)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
