@@ -82,7 +82,9 @@ def decode(
         case.k_new = randn(batch, seqlen_new, nheads_kv, headdim, dtype=dtype, device=device)
         case.v_new = randn(batch, seqlen_new, nheads_kv, headdim_v, dtype=dtype, device=device)
     if rotary_dim:
-        tables = rotary_tables(capacity + max(seqlen_q, seqlen_new), rotary_dim, dtype, device)
+        # The host does not know lengths that lie on a GPU: a row for all that fits.
+        whole = capacity if page_size is None else -(-capacity // page_size) * page_size
+        tables = rotary_tables(whole + max(seqlen_q, seqlen_new), rotary_dim, dtype, device)
         case.rotary_cos, case.rotary_sin = tables
         case.rotary_interleaved = rotary_interleaved
     return case
