@@ -8,7 +8,7 @@ capture.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ def options(*numbers: Any) -> Options:
         return _check_options(*numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on every call's path
     """One validated attention problem, whatever public function it came from.
 
     Sequences lie in ``q``, ``k`` and ``v`` in one of three layouts: dense (batch, seqlen, nheads,

@@ -355,7 +355,11 @@ def _needs_dispatcher(q: Any) -> bool:
 
 
 def _wants_gradient(args: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    if torch.is_grad_enabled():
+        for x in args:  # faster than any() and isinstance, on every call's path
+            if getattr(x, "requires_grad", False):
+                return True
+    return False
 
 
 def _operator(

@@ -12,7 +12,7 @@ through masks. The same code therefore runs under CUDA graph capture.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -140,7 +140,7 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
         q = _rotate_at(new, q, start + steps)
     cache = _Sequences.of_cache(a)
     if new.k.numel() == 0 or cache.total == 0 or cache.max_length == 0:
-        return replace(a, q=q)
+        return a._replace(q=q)
 
     k = new.k
     steps = torch.arange(k.shape[1], device=q.device)
@@ -151,7 +151,7 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     index = cache.locate(storage_row)
     _write_rows(a.k, index, k, writable)
     _write_rows(a.v, index, new.v, writable)
-    return replace(a, q=q)
+    return a._replace(q=q)
 
 
 # ---- where rows lie ------------------------------------------------------------------------------
