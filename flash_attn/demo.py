@@ -269,30 +269,13 @@ class Case:
     flash: Callable[[], Result]
     standard: Callable[[], Result]
     exact: Callable[[], Result]
-    rounding: float = 0.0  # relative, of what the result is computed from
 
 
 def attention_case(
-    name: str,
-    flash: Callable[..., Result],
-    standard: Callable[..., Result],
-    qkv: Sequence[Tensor],
-    rounding: float = 0.0,
+    name: str, flash: Callable[..., Result], standard: Callable[..., Result], qkv: Sequence[Tensor]
 ) -> Case:
     exact_qkv = [x.double() for x in qkv]
-    return Case(
-        name,
-        partial(flash, *qkv),
-        partial(standard, *qkv),
-        partial(standard, *exact_qkv),
-        rounding,
-    )
-
-
-def lse_rounding(q: Tensor, k: Tensor) -> float:
-    """The backward computes P = exp(S - lse): the float32 rounding of lse is an error of P."""
-    lse = causal_scores(q, k).logsumexp(dim=-1)
-    return torch.finfo(torch.float32).eps * lse.abs().max().item()
+    return Case(name, partial(flash, *qkv), partial(standard, *qkv), partial(standard, *exact_qkv))
 
 
 def model_case(model: Transformer, tokens: Tensor, setting: Setting) -> Case:
@@ -329,7 +312,6 @@ def list_cases(
             partial(gradients, flash_attention),
             partial(gradients, standard_attention),
             qkv,
-            lse_rounding(*qkv[:2]),
         ),
         attention_case(
             f"varlen, {len(lengths)} paragraphs",
@@ -360,7 +342,7 @@ def compare(case: Case, device: torch.device, repeats: int) -> tuple[list[str], 
     backend, flash = on_best_backend(device, lambda: measure(case.flash, device, repeats))
     standard = measure(case.standard, device, repeats)
     triples = zip(flash.results, standard.results, exact, strict=True)
-    right = all(is_right(*triple, case.rounding) for triple in triples)
+    right = all(is_right(*triple) for triple in triples)
     both = (flash, standard)
     row = [case.name, backend]
     row += [f"{max(map(error, m.results, exact)):.1e}" for m in both]
@@ -374,16 +356,25 @@ def as_tuple(result: Result) -> tuple[Tensor, ...]:
 
 
 def error(result: Tensor, exact: Tensor) -> float:
+    """Root mean square of the difference, over that of the exact values."""
+    return ((result.double() - exact).norm() / exact.norm()).item()
+
+
+def worst_error(result: Tensor, exact: Tensor) -> float:
     """Largest difference, over the largest exact value."""
     return ((result.double() - exact).abs().max() / exact.abs().max()).item()
 
 
-def is_right(flash: Tensor, standard: Tensor, exact: Tensor, rounding: float = 0.0) -> bool:
-    """At most twice the error of standard attention, and the rounding of result and inputs."""
-    rounding += torch.finfo(flash.dtype).eps
-    cosine = F.cosine_similarity(flash.double().flatten(), exact.flatten(), dim=0).item()
-    # Written so that NaN is wrong.
-    return error(flash, exact) <= 2 * error(standard, exact) + rounding and cosine >= 0.999
+def is_right(flash: Tensor, standard: Tensor, exact: Tensor) -> bool:
+    """At most twice the error of standard attention, and the rounding of the result itself.
+
+    The worst of many random errors varies more than their mean does: it may be 8 times as large.
+    """
+    rounding = torch.finfo(flash.dtype).eps
+    return (  # written so that NaN is wrong
+        error(flash, exact) <= 2 * error(standard, exact) + rounding
+        and worst_error(flash, exact) <= 8 * worst_error(standard, exact) + rounding
+    )
 
 
 def on_best_backend(
@@ -509,9 +500,9 @@ def report_cases(cases: list[Case], device: torch.device, repeats: int) -> bool:
         padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         print(name.ljust(widths[0]), *padded, sep="  ")
     print(
-        "error: largest difference from float64 over largest value, ok if at most twice that of "
-        f"standard attention\ntime: median of {repeats} runs    peak memory: allocated by PyTorch, "
-        "inputs not counted"
+        "error: root mean square of the difference from float64, relative; ok if at most twice "
+        f"that of standard attention\ntime: median of {repeats} runs    peak memory: allocated by "
+        "PyTorch, inputs not counted"
     )
     return all_right
 
