@@ -23,7 +23,7 @@ COMMON = {
     "verbosity": Verbosity.normal,
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 }
-EXAMPLES = int(os.environ.get("FLASH_ATTN_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("FLASH_ATTN_EXAMPLES", "100"))
 settings.register_profile("ci", max_examples=EXAMPLES, derandomize=True, **COMMON)
 settings.register_profile("dev", max_examples=EXAMPLES, **COMMON)
 settings.register_profile("thorough", max_examples=1000, **COMMON)

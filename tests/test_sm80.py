@@ -184,7 +184,7 @@ def test_side_stream(sm80):
     """The kernel runs on the current stream: after what is queued there, and not on another."""
     problem = dense(2, 512, 512, 8, 8, 128, dtype=torch.bfloat16, device=sm80, causal=True)
     expected = call(problem)
-    late = torch.empty_like(problem.q)
+    late = torch.full_like(problem.q, NAN)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
