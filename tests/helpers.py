@@ -200,6 +200,15 @@ def call(problem: Attention, **more: Any) -> Any:
     return flash_attn.flash_attn_varlen_func(q, k, v, *layout, block_table=table, **options)
 
 
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of the call, and its results. (What a first call sets up is not captured.)"""
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
 def private_forward(problem: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out, lse, S_dmask and rng_state from the private forward for the problem's layout."""
     scale, (left, right) = problem.scale, problem.window_size

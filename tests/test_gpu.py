@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import NAN, beyond_int32, call, dense, int32, varlen
+from helpers import NAN, beyond_int32, call, captured, dense, int32, varlen
 from oracle import assert_close_to_oracle, assert_matches_oracle, expect
 from test_kvcache import call as call_kvcache
 from test_kvcache import decode
@@ -26,14 +25,9 @@ def test_graph_of_decoding(page_size, rotary_dim):
     case = decode([3, 30, 0, 5], **sizes, dtype=torch.bfloat16, device="cuda", causal=True)
     problem = case.attention
     rest = torch.isnan(problem.k)
-    problem.k[rest], problem.v[rest] = (
-        0.5,
-        0.25,
-    )  # later steps read what is slack now
-    call_kvcache(case)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = call_kvcache(case)
+    # Later steps read what is slack in the first.
+    problem.k[rest], problem.v[rest] = 0.5, 0.25
+    graph, (out, lse) = captured(lambda: call_kvcache(case))
     for lengths in ([4, 31, 1, 6], [50, -1, 2, 63], [-1, -1, -1, -1]):
         case.cache_seqlens.copy_(int32(lengths))
         if page_size:
@@ -47,15 +41,6 @@ def test_graph_of_decoding(page_size, rotary_dim):
         assert_close_to_oracle(lse, expected["lse"], "lse")
         if page_size:
             problem.storage.block_table.copy_(keep)
-
-
-def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of the call, and its output. (What a first call sets up is not captured.)"""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph, out
 
 
 def test_graph_draws_another_mask_each_time():

@@ -11,6 +11,7 @@ from helpers import (
     assert_guard_intact,
     beyond_int32,
     call,
+    captured,
     check,
     dense,
     dtype_name,
@@ -208,10 +209,7 @@ def test_second_device(sm80):
 
 def test_graph_of_the_forward(sm80):
     problem = dense(2, 300, 300, 4, 2, 128, dtype=torch.bfloat16, device=sm80, causal=True)
-    call(problem)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse, _ = call(problem, return_attn_probs=True)
+    graph, (out, lse, _) = captured(lambda: call(problem, return_attn_probs=True))
     for _ in range(3):
         problem.q.normal_(), problem.k.normal_(), problem.v.normal_()
         out.fill_(NAN), lse.fill_(NAN)
