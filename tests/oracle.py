@@ -359,6 +359,7 @@ def magnitudes(
             summed["dv"] = over_group(dot("hij,ihd->jhd", kept, do))
             if problem.s_aux is not None:
                 p_sink = (problem.s_aux.to(q.dtype)[:, None] - lse).exp()
+                p_sink = p_sink * (1 + scores_eps * logarithm[..., 0])
                 summed["ds_aux"] = dot("hi,hi->h", p_sink, delta)
         for name, value in summed.items():
             largest_of[name] = max(largest_of.get(name, 0.0), largest(value))
