@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -54,9 +55,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     options: Options
     cu_seqlens_q: Tensor | None = None  # (batch + 1,) int32
     cu_seqlens_k: Tensor | None = None  # (batch + 1,) int32
-    seqused_k: Tensor | None = (
-        None  # (batch,) int32: rows in use, counted from row 0 of the storage
-    )
+    seqused_k: Tensor | None = None  # (batch,) int32: rows in use, from row 0 of the storage
     leftpad_k: Tensor | None = None  # (batch,) int32: the first of them that is a key
     block_table: Tensor | None = None  # (batch, pages of a sequence) int32
     cache_batch_idx: Tensor | None = None  # (batch,) int32: which row of a dense k and v
@@ -128,9 +127,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
 class CacheAppend:
     """New keys and values for a cache, and the rotary embedding for them and the queries."""
 
-    cache_seqlens: (
-        Tensor  # (batch,) int32: the storage row of the first new key; negative: append nothing
-    )
+    cache_seqlens: Tensor  # (batch,) int32: storage row of the first new key; negative: append none
     k: Tensor  # (batch, seqlen_new, nheads_kv, headdim)
     v: Tensor  # (batch, seqlen_new, nheads_kv, headdim_v)
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2)
@@ -288,11 +285,12 @@ def with_kvcache(
     return problem, append
 
 
-def check_out(problem: Attention, out: Any) -> None:
+def check_out(q: Tensor, v: Tensor, out: Any) -> None:
     """Check a caller's output tensor: the shape, dtype and device of the result."""
-    _check_tensor("out", out, like=problem.q, rank=len(problem.out_shape))
-    if tuple(out.shape) != tuple(problem.out_shape):
-        raise ValueError(f"out must have shape {tuple(problem.out_shape)}, got {_shape(out)}")
+    shape = (*q.shape[:-1], v.shape[-1])
+    _check_tensor("out", out, like=q, rank=len(shape))
+    if _shape(out) != shape:
+        raise ValueError(f"out must have shape {shape}, got {_shape(out)}")
 
 
 def check_backward(
@@ -497,7 +495,7 @@ def _cache_seqlens(
     else:
         _check_index("cache_seqlens", cache_seqlens, q, (batch,), "(batch,)")
         used = cache_seqlens
-        if used.device.type == "cpu" and batch > 0 and not _is_fake(used):
+        if used.device.type == "cpu" and batch > 0 and not has_no_data(used):
             known = int(used.max())
     if known is None:
         return used, capacity
@@ -509,8 +507,9 @@ def _cache_seqlens(
     return used, known + seqlen_new
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    return type(tensor) is not Tensor and isinstance(tensor, torch._subclasses.FakeTensor)
+def has_no_data(tensor: Tensor) -> bool:
+    """Only shapes are asked for: a fake implementation, or meta tensors."""
+    return tensor.is_meta or (type(tensor) is not Tensor and isinstance(tensor, FakeTensor))
 
 
 def _max_seqlen(name: str, value: Any) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from flash_attn import _arguments, _backends
@@ -276,7 +275,9 @@ def _flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         block_table=block_table,
     )
-    if new is not None and not _has_no_data(q):
+    if out is not None:
+        _arguments.check_out(q, v_cache, out)  # before the cache changes
+    if new is not None and not _arguments.has_no_data(q):
         problem = _backends.append(problem, new)
     return _run_forward(problem, return_softmax=False, out=out)[:2]
 
@@ -289,7 +290,7 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, dropout = problem.q, problem.dropout_p > 0
     return_softmax = return_softmax and dropout
-    if _has_no_data(q):
+    if _arguments.has_no_data(q):
         probs_shape = (problem.batch, problem.nheads, *probs_seqlens(problem))
         return (
             q.new_empty(problem.out_shape),
@@ -298,7 +299,7 @@ def _run_forward(
             q.new_empty(2 if dropout else 0, dtype=torch.int64),
         )
     if out is not None:
-        _arguments.check_out(problem, out)
+        _arguments.check_out(q, problem.v, out)
     rng_state = draw_rng_state(q.device) if dropout else None
     result, lse, probs = _backends.forward(problem, rng_state, return_softmax, out)
     return (
@@ -330,14 +331,9 @@ def _run_backward(
         for gradient, like in zip(gradients, (problem.q, problem.k, problem.v), strict=True)
     )
     _arguments.check_backward(problem, dout, out, lse, (dq, dk, dv), rng_state, dlse)
-    if _has_no_data(problem.q):
+    if _arguments.has_no_data(problem.q):
         return torch.empty_like(lse)
     return _backends.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
-
-
-def _has_no_data(tensor: Tensor) -> bool:
-    """Only shapes are asked for: a fake implementation, or meta tensors."""
-    return tensor.is_meta or (type(tensor) is not Tensor and isinstance(tensor, FakeTensor))
 
 
 # ---- registration and routing --------------------------------------------------------------------
@@ -409,6 +405,8 @@ def _operator(
             )
         if _needs_dispatcher(args[0]) or (gradient and function is None):
             # An operator without a gradient: the dispatcher makes its results refuse a backward.
+            if out is not None:  # copy_ would broadcast and convert
+                _arguments.check_out(args[0], args[2], out)
             result = op(*map(_as_tensor_of(args[0]), names, args))
             return result if out is None else (out.copy_(result[0]), *result[1:])
         if gradient and function is not None:

@@ -21,6 +21,7 @@ from helpers import (
 from oracle import Attention, Decode, Expected, Storage, assert_close_to_oracle, expect, on_host
 from torch import Tensor
 
+import flash_attn
 from flash_attn import flash_attn_with_kvcache
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -280,6 +281,33 @@ def test_out_is_written_in_place(device):
     exact = expect(replace(case, k_new=None, v_new=None, cache_seqlens=case.cache_seqlens + 3))
     assert_close_to_oracle(out, exact["out"], "out")
     assert_guard_intact(out)
+
+
+def failing_append(device: str, **more: Any) -> None:
+    """A call that appends and then cannot attend raises; its cache has to be as it was."""
+    case = decode([3, 7], device=device)
+    k, v = case.attention.k.clone(), case.attention.v.clone()
+    with pytest.raises((ValueError, NotImplementedError)):
+        call(case, **more)
+    for cache, before in ((case.attention.k, k), (case.attention.v, v)):
+        torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_wrong_out_leaves_the_cache(device):
+    failing_append(device, out=torch.empty(1, device=device))
+
+
+def test_backend_that_cannot_leaves_the_cache(device):
+    with flash_attn.use_backend("sm80"):
+        failing_append(device)
+
+
+def test_wrong_out_is_refused_by_the_operator_too(device):
+    """A larger out would otherwise be filled by broadcasting."""
+    q = randn(1, 4, 2, 16, device=device)
+    step = torch.compile(flash_attn.flash_attn_func, backend="eager")
+    with pytest.raises(ValueError, match="out must have shape"):
+        step(q, q, q, out=torch.empty(3, 4, 2, 16, device=device))
 
 
 def test_decoding_token_by_token_equals_one_pass(device):

@@ -94,6 +94,7 @@ def backward(
 
 def append(problem: Attention, new: CacheAppend) -> Attention:
     """Write new keys and values into the cache in place; return the problem, queries rotated."""
+    choose(problem)  # a forced backend that cannot attend refuses before the cache changes
     return tiled.append(problem, new)
 
 
