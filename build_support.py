@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -47,21 +47,35 @@ class BuildError(SystemExit):
 
 @dataclass(frozen=True)
 class Instantiation:
-    """One compiled kernel: one generated .cu file, one object, one row of the dispatch table."""
+    """One compiled kernel: one generated .cu file, one object, one row of a dispatch table."""
 
     family: str
+    direction: str
     dtype: str
-    headdim: int
+    headdims: tuple[int, int]  # of q and k, of v: the largest that it takes
     features: str
 
     @property
     def name(self) -> str:
-        return f"{self.family}_forward_{self.dtype}_d{self.headdim}_{self.features}"
+        headdim, headdim_v = self.headdims
+        dim = f"d{headdim}" if headdim == headdim_v else f"d{headdim}v{headdim_v}"
+        return f"{self.family}_{self.direction}_{self.dtype}_{dim}_{self.features}"
 
+    @property
+    def cost(self) -> tuple[bool, int, bool]:
+        """Orders kernels by how long they take to compile."""
+        return self.direction == "backward", sum(self.headdims), self.features == "full"
+
+
+# Smaller head dims run in the next larger kernel, which reads them in place.
+HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 # The one table of what is compiled.
 INSTANTIATIONS = tuple(
-    Instantiation(*row) for row in product(("sm80",), ("fp16", "bf16"), (64, 128), ("plain",))
+    Instantiation(*row)
+    for row in product(
+        ("sm80",), ("forward", "backward"), ("fp16", "bf16"), HEADDIMS, ("plain", "full")
+    )
 )
 
 
@@ -169,43 +183,52 @@ def find_ninja() -> str:
 def kernel_source(row: Instantiation) -> str:
     cpp_dtype, _ = CPP_DTYPES[row.dtype]
     features = f"FeatureSet::{CPP_FEATURES[row.features]}"
+    arguments = ", ".join((cpp_dtype, *map(str, row.headdims), features))
     return f"""\
 // Written by build_support.py.
-#include "{row.family}/forward_launch.cuh"
+#include "{row.family}/{row.direction}_launch.cuh"
 
 namespace flash {{
 
-void {row.name}(const ForwardParams& params, cudaStream_t stream) {{
-  {row.family}::launch_forward<{cpp_dtype}, {row.headdim}, {features}>(params, stream);
+void {row.name}(const {row.direction.title()}Params& params, cudaStream_t stream) {{
+  {row.family}::launch_{row.direction}<{arguments}>(params, stream);
 }}
 
 }}  // namespace flash
 """
 
 
-def instantiations_header(rows: list[Instantiation], only: str) -> str:
-    """The dispatch table: csrc/dispatch.cpp includes it, after the definition of Instantiation."""
-    declarations = "\n".join(
-        f"void {row.name}(const ForwardParams&, cudaStream_t);" for row in rows
-    )
+def dispatch_table(rows: list[Instantiation], direction: str) -> str:
+    name = direction.title()
+    rows = [row for row in rows if row.direction == direction]
+    declarations = "\n".join(f"void {row.name}(const {name}Params&, cudaStream_t);" for row in rows)
     entries = "\n".join(
-        f'    {{"{row.family}", DType::{CPP_DTYPES[row.dtype][1]}, {row.headdim}, '
-        f"FeatureSet::{CPP_FEATURES[row.features]}, {row.name}}},"
+        f'    {{{{"{row.family}", DType::{CPP_DTYPES[row.dtype][1]}, {row.headdims[0]}, '
+        f"{row.headdims[1]}, FeatureSet::{CPP_FEATURES[row.features]}}}, {row.name}}},"
         for row in rows
     )
+    return f"""\
+{declarations}
+
+inline constexpr std::array<Instantiation<{name}Launcher>, {len(rows)}> k{name}Kernels{{{{
+{entries}
+}}}};
+"""
+
+
+def instantiations_header(rows: list[Instantiation], only: str) -> str:
+    """The dispatch tables, which csrc/dispatch.cpp includes after the definition of a row."""
     return f"""\
 // Written by build_support.py.
 #pragma once
 
+#include <array>
+
 namespace flash {{
 
-{declarations}
-
-inline constexpr Instantiation kInstantiations[] = {{
-{entries}
-}};
-
-// The FLASH_ATTN_ONLY that the table was built with.
+{dispatch_table(rows, "forward")}
+{dispatch_table(rows, "backward")}
+// The FLASH_ATTN_ONLY that the tables were built with.
 inline constexpr char kOnly[] = {json.dumps(only)};
 
 }}  // namespace flash
@@ -213,12 +236,16 @@ inline constexpr char kOnly[] = {json.dumps(only)};
 
 
 def ninja_manifest(rows: list[Instantiation], python_tag: str) -> str:
-    """build.ninja. Compiler messages are shown; the statistics of ptxas go to PTXAS_REPORTS."""
+    """build.ninja. Compiler messages are shown; the statistics of ptxas go to PTXAS_REPORTS.
+
+    What takes longest comes first, so that no core is left with it alone in the end.
+    """
     gencode = dict(ARCHITECTURES.values())
     python = BUILD / python_tag
     lines = f"""\
 builddir = {BUILD}
-flags = -std=c++17 -O3 -Icsrc -I{GENERATED} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
+flags = -std=c++17 -O3 -Icsrc -I{GENERATED} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall $
+    -Xfatbin=-compress-all
 
 rule kernel
   command = nvcc $flags $gencode -Xptxas -v -MMD -MF $out.d -c $in -o $out > $report 2>&1; $
@@ -237,7 +264,11 @@ rule link
 
 """.splitlines()
     objects = []
-    for row in rows:
+    for name, folder in (("bindings", python), ("dispatch", KERNELS)):
+        target = folder / f"{name}.o"
+        lines.append(f"build {target}: host csrc/{name}.cpp | {folder}/toolchain.txt")
+        objects.append(target)
+    for row in sorted(rows, key=lambda row: row.cost, reverse=True):
         target, report = KERNELS / f"{row.name}.o", PTXAS_REPORTS / f"{row.name}.txt"
         source = GENERATED / f"{row.name}.cu"
         lines += [
@@ -245,10 +276,6 @@ rule link
             f"  gencode = {gencode[row.family]}",
             f"  report = {report}",
         ]
-        objects.append(target)
-    for name, folder in (("dispatch", KERNELS), ("bindings", python)):
-        target = folder / f"{name}.o"
-        lines.append(f"build {target}: host csrc/{name}.cpp | {folder}/toolchain.txt")
         objects.append(target)
     lines.append(f"build {python}/_C.so: link {' '.join(map(str, objects))}")
     return "\n".join([*lines, ""])
@@ -331,5 +358,50 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
 
     module = BUILD / python_tag / "_C.so"
     seconds, size = time.perf_counter() - started, module.stat().st_size / 1e6
-    print(f"{module}: {size:.2f} MB, {len(rows)} kernels, {seconds:.1f} s", flush=True)
+    took = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+    print(
+        f"{module}: {size:.1f} MB, {len(rows)} kernels, {took} with {jobs} jobs on "
+        f"{len(os.sched_getaffinity(0))} cores",
+        flush=True,
+    )
     return module
+
+
+# --- What the compiler said -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PtxasReport:
+    """What one kernel takes of one architecture."""
+
+    file: str  # Instantiation.name
+    function: str  # mangled
+    target: str  # "sm_80"
+    registers: int
+    spilled: int  # bytes stored and loaded
+
+    def __str__(self) -> str:
+        return (
+            f"{self.file:36} {self.target:8} {self.registers:4} registers "
+            f"{self.spilled:6} bytes spilled   {self.function}"
+        )
+
+
+def read_ptxas_reports(folder: Path = ROOT / PTXAS_REPORTS) -> list[PtxasReport]:
+    """The reports of every kernel compiled under build/, whatever of it is still in use."""
+    return [
+        report
+        for path in sorted(folder.glob("*.txt"))
+        for report in parse_ptxas(path.stem, path.read_text())
+    ]
+
+
+def parse_ptxas(file: str, text: str) -> Iterator[PtxasReport]:
+    # A part for each kernel; functions that it calls have their properties in its part.
+    for part in text.split("Compiling entry function ")[1:]:
+        function, target = re.findall(r"'(\w+)'", part)[:2]
+        registers = re.search(r"Used (\d+) registers", part)
+        if registers is None:
+            raise ValueError(f"no registers for {function} in the report of {file}:\n{text}")
+        spills = re.findall(r"(\d+) bytes spill", part)
+        yield PtxasReport(file, function, target, int(registers[1]), sum(map(int, spills)))

@@ -6,32 +6,85 @@
 namespace flash {
 
 // kOther is any dtype that no kernel takes.
-enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32, kOther };
+enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32, kInt32, kInt64, kOther };
 
-// What a kernel is compiled for. kPlain has no softcap, ALiBi or dropout; kFull has all of them.
+// What a kernel is compiled for. kFull has softcap, ALiBi, dropout and tensors that cannot be moved
+// 16 bytes at a time; kPlain has none of them.
 enum class FeatureSet : uint8_t { kPlain, kFull };
 
-// One attention forward over dense tensors. Strides are in elements; the last dimension is
-// contiguous.
-struct ForwardParams {
-  const void* q;  // (batch, seqlen_q, nheads, headdim)
-  const void* k;  // (batch, seqlen_k, nheads_kv, headdim)
-  const void* v;  // (batch, seqlen_k, nheads_kv, headdim)
-  void* out;      // (batch, seqlen_q, nheads, headdim)
-  float* lse;     // (batch, nheads, seqlen_q), contiguous, natural log
+// Element (b, i, h, d) of a tensor (batch, rows, heads, dim) lies at data + b * batch_stride +
+// i * row_stride + h * head_stride + d. A packed tensor (rows, heads, dim) has batch_stride 0.
+struct Operand {
+  void* data;
+  int64_t batch_stride, row_stride, head_stride;
+};
 
-  int64_t q_batch_stride, q_row_stride, q_head_stride;
-  int64_t k_batch_stride, k_row_stride, k_head_stride;
-  int64_t v_batch_stride, v_row_stride, v_head_stride;
-  int64_t out_batch_stride, out_row_stride, out_head_stride;
+// What forward and backward share.
+struct AttentionParams {
+  Operand q;  // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
+  Operand k;  // (slots_k, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
+  Operand v;  // the same with headdim_v
 
-  int batch, seqlen_q, seqlen_k, nheads, nheads_kv;
+  // Row i of head h of sequence b: data + b * lse_batch_stride + h * lse_head_stride + i, for the
+  // packed layout with the first row of sequence b added to i.
+  float* lse;  // (batch, nheads, seqlen_q) or (nheads, total_q), contiguous, natural log
+  int64_t lse_batch_stride, lse_head_stride;
+
+  int batch, nheads, nheads_kv;
+  int seqlen_q, seqlen_k;  // of a dense sequence, or the longest of the packed ones
+  int headdim, headdim_v;  // at most what the kernel is compiled for
+  int total_q, total_k;    // rows of packed tensors
+  int slots_k;             // rows of a dense K's batch dimension
+  bool aligned;            // all operands can be moved 16 bytes at a time
+
+  const int* cu_seqlens_q;     // (batch + 1), or null: dense
+  const int* cu_seqlens_k;     // (batch + 1), or null: dense
+  const int* seqused_k;        // (batch), or null
+  const int* leftpad_k;        // (batch), or null
+  const int* cache_batch_idx;  // (batch), or null
 
   float softmax_scale;
 
   // Key j is visible to query i iff i + shift - window_left <= j <= i + shift + window_right, with
   // shift = seqlen_k - seqlen_q. -1 means unbounded; causal is window_right = 0.
   int window_left, window_right;
+
+  float softcap;               // 0: off
+  const float* alibi_slopes;   // (nheads) or (batch, nheads), or null
+  int64_t alibi_batch_stride;  // 0 or nheads
+
+  // An entry of P is dropped iff its random word is at most dropout_bound; the others are
+  // multiplied by dropout_scale = 1 / (1 - dropout_p). rng_state null: no dropout.
+  const int64_t* rng_state;  // (2): seed, offset
+  uint32_t dropout_bound;
+  float dropout_scale;
+
+  // Bytes that a thread block may use: tiles are chosen by it.
+  int shared_memory;
+};
+
+struct ForwardParams : AttentionParams {
+  Operand out;         // (batch, seqlen_q, nheads, headdim_v) or (total_q, nheads, headdim_v)
+  const float* s_aux;  // (nheads): the logit of each head's attention sink, or null
+};
+
+struct BackwardParams : AttentionParams {
+  Operand out;   // as in the forward
+  Operand dout;  // like out
+  Operand dq;    // like q
+  Operand dk;    // like k
+  Operand dv;    // like v
+  float* dlse;   // like lse: the gradient that arrives through it; or null
+  float* delta;  // like lse, written: rowsum(dout * out) - dlse
+
+  // dQ / softmax_scale, zero at the start: (nheads, row_tiles, dim / 8, 4, 32) with dim that of the
+  // kernel. A row tile is 16 queries, kept as the accumulators of m16n8 (ptx/mma_sync.h); those of
+  // sequence b begin at dq_tile(b).
+  float* dq_accum;
+  int row_tiles;
+  // One counter for each (head, row tile), zero at the start: whose turn it is to add. Null: no
+  // order, the result may differ in its last bits from run to run.
+  int* dq_turn;
 };
 
 }  // namespace flash

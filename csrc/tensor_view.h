@@ -35,6 +35,8 @@ struct TorchNames {
   PyObject* float16;
   PyObject* bfloat16;
   PyObject* float32;
+  PyObject* int32;
+  PyObject* int64;
 
   TorchNames() {
     const auto torch = pybind11::module_::import("torch");
@@ -45,6 +47,8 @@ struct TorchNames {
     float16 = keep("float16");
     bfloat16 = keep("bfloat16");
     float32 = keep("float32");
+    int32 = keep("int32");
+    int64 = keep("int64");
   }
 
   static const TorchNames& get() {
@@ -89,6 +93,8 @@ inline TensorView view_tensor(pybind11::handle tensor) {
   if (dtype.ptr() == names.float16) view.dtype = DType::kFloat16;
   if (dtype.ptr() == names.bfloat16) view.dtype = DType::kBFloat16;
   if (dtype.ptr() == names.float32) view.dtype = DType::kFloat32;
+  if (dtype.ptr() == names.int32) view.dtype = DType::kInt32;
+  if (dtype.ptr() == names.int64) view.dtype = DType::kInt64;
   return view;
 }
 

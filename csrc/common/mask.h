@@ -29,7 +29,7 @@ struct Mask {
   }
 };
 
-// The key blocks begin .. end - 1; none if begin >= end.
+// The blocks of keys or queries begin .. end - 1; none if begin >= end.
 struct BlockRange {
   int begin, end;
 };
@@ -38,6 +38,15 @@ struct BlockRange {
 template <int kBlockN>
 __device__ BlockRange key_blocks(const Mask& mask, int row_begin, int row_end) {
   return {mask.first_key(row_begin) / kBlockN, (mask.end_key(row_end - 1) + kBlockN - 1) / kBlockN};
+}
+
+// The blocks of kBlockM queries of which one sees a key of key_begin .. key_end - 1: those whose
+// key_blocks, with blocks of key_end - key_begin keys, hold these keys.
+template <int kBlockM>
+__device__ BlockRange query_blocks(const Mask& mask, int seqlen_q, int key_begin, int key_end) {
+  const int first = max(0, key_begin - mask.shift - mask.window_right);
+  const int last = min(seqlen_q - 1, key_end - 1 - mask.shift + mask.window_left);
+  return {first / kBlockM, last < 0 ? 0 : last / kBlockM + 1};
 }
 
 // Sets the scores of invisible keys to -inf. `row` and `key` are those of the thread's first score.

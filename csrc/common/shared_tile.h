@@ -1,10 +1,12 @@
-// Tiles of 16-bit elements in shared memory: their swizzled layout, and how warps fill and read
-// them.
+// Tiles of 16-bit elements in shared memory: their swizzled layout, and how threads fill, read and
+// empty them.
 #pragma once
 
 #include <cstdint>
 
+#include "common/pack.h"
 #include "ptx/cp_async.h"
+#include "ptx/opaque.h"
 
 namespace flash {
 
@@ -14,17 +16,19 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // A (rows, kCols) tile lies row by row in chunks of 16 bytes; chunk c of row r is stored in place
-// c ^ (r % 8). So the 8 chunks that ldmatrix reads at once (8 rows, one column), the 8 that a
-// quarter warp copies (one row) and the accumulator's 8 rows all fall on different banks.
+// c ^ (r % 8), or c ^ (r / 2 % 4) where rows are an odd number of 64 bytes. So the 8 chunks that
+// ldmatrix reads at once (8 rows, one column), the 8 that a quarter warp copies and the
+// accumulator's 8 rows all fall on different banks.
 template <int kCols>
 struct TileLayout {
-  static_assert(kCols % 64 == 0, "the swizzle permutes groups of 8 chunks of 8 elements");
+  static_assert(kCols % 32 == 0, "the swizzle permutes groups of 4 or 8 chunks of 8 elements");
   static constexpr int kChunks = kCols / 8;  // in a row
   static constexpr int kRowBytes = kCols * 2;
+  static constexpr int kGroup = kCols % 64 == 0 ? 8 : 4;  // chunks that the swizzle permutes
 
   // Byte offset of a chunk.
   __device__ static constexpr uint32_t offset(int row, int chunk) {
-    return row * kRowBytes + (chunk ^ (row % 8)) * 16;
+    return row * kRowBytes + (chunk ^ (kGroup == 8 ? row % 8 : row / 2 % 4)) * 16;
   }
 
   // Where a lane points ldmatrix in the 16 x 16 block at the tile's origin. Its four 8 x 8 matrices
@@ -35,45 +39,128 @@ struct TileLayout {
     return offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   }
 
-  // The same place in the block at (row_block, col_block), in units of 16. Only the column within a
-  // group of 64 takes part in the swizzle: a loop over blocks needs four registers for addresses,
-  // the rest are constants of the instruction.
+  // The same place in the block at (row_block, col_block), in units of 16. Only the column within
+  // a group takes part in the swizzle: a loop over blocks needs four registers for addresses, the
+  // rest are constants of the instruction. Offsets may be composed while the columns within a group
+  // add up without a carry.
   __device__ static constexpr uint32_t in_block(uint32_t lane_offset, int row_block,
                                                 int col_block) {
-    return (lane_offset ^ (col_block % 4 * 32)) + col_block / 4 * 128 + row_block * 16 * kRowBytes;
+    constexpr int kBlocks = kGroup / 2;  // of 16 columns in a group
+    return (lane_offset ^ (col_block % kBlocks * 32)) + col_block / kBlocks * kGroup * 16 +
+           row_block * 16 * kRowBytes;
   }
 };
 
-// Copies the (kRows, kCols) tiles of a matrix in turn, from its first row on, by kThreads threads.
-template <typename T, int kRows, int kCols, int kThreads>
+// Copies (kRows, kCols) tiles of a matrix, by kThreads threads, from one tile to the next. Columns
+// from `cols` on become zero and are not read. Where kAnyAlignment, `aligned` says whether rows
+// begin at multiples of 16 bytes; if they do not, elements are copied one by one.
+template <typename T, int kRows, int kCols, int kThreads, bool kAnyAlignment>
 class TileLoader {
   using Layout = TileLayout<kCols>;
-  static constexpr int kRowsPerPass = kThreads / Layout::kChunks;
-  static_assert(kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0);
+  static constexpr int kLanes = Layout::kGroup;  // threads of a row, each with kGroups chunks
+  static constexpr int kGroups = Layout::kChunks / kLanes;
+  static constexpr int kRowsPerPass = kThreads / kLanes;
+  static_assert(kThreads % kLanes == 0 && kRowsPerPass % 8 == 0);
 
  public:
-  __device__ TileLoader(const T* first_row, int64_t row_stride, int thread)
-      : row_(thread / Layout::kChunks),
-        offset_(Layout::offset(row_, thread % Layout::kChunks)),
-        step_(kRowsPerPass * row_stride),
-        source_(first_row + row_ * row_stride + thread % Layout::kChunks * 8) {}
+  __device__ TileLoader(const T* first_row, int64_t row_stride, int cols, bool aligned, int thread)
+      : thread_(thread),
+        cols_(cols),
+        aligned_(aligned),
+        row_stride_(row_stride),
+        source_(first_row + thread / kLanes * row_stride + thread % kLanes * 8) {}
 
-  // Starts the copy of the next tile. Rows from `valid_rows` on become zero and are not read. The
-  // caller waits: cp_async_wait_all, then a barrier.
-  __device__ void load_next(uint32_t tile, int valid_rows) {
+  // Starts the copy of the tile, whose rows from `valid_rows` on become zero and are not read, and
+  // moves on by `kStep` tiles. The caller waits: cp_async_wait_all, then a barrier.
+  template <int kStep = 1>
+  __device__ void load(uint32_t tile, int valid_rows) {
+    const int thread = ptx::opaque(thread_);
+    const int64_t row_stride = ptx::opaque(row_stride_);
+    const int row = thread / kLanes;
+    const int cols = cols_ - thread % kLanes * 8;  // valid ones from this thread's first on
+    const uint32_t target = tile + Layout::offset(row, thread % kLanes);
+    const T* source = source_;
 #pragma unroll
     for (int pass = 0; pass < kRows; pass += kRowsPerPass) {
-      ptx::cp_async_16_zfill(tile + offset_ + pass * Layout::kRowBytes, source_,
-                             pass < valid_rows - row_);
-      source_ += step_;
+      if (kRows % kRowsPerPass == 0 || row + pass < kRows) {
+        const bool valid_row = pass < valid_rows - row;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          const int col = group * kLanes * 8;
+          copy_chunk(target + pass * Layout::kRowBytes + col * 2, source + col,
+                     valid_row && col < cols, cols - col);
+        }
+      }
+      source += kRowsPerPass * row_stride;
     }
+    source_ += kStep * kRows * row_stride;
   }
 
  private:
-  const int row_;          // of this thread's chunk in the tile
-  const uint32_t offset_;  // of that chunk in the shared tile, in bytes
-  const int64_t step_;     // from pass to pass, in elements
-  const T* source_;        // this thread's chunk of the next tile
+  __device__ void copy_chunk(uint32_t target, const T* source, bool valid, int cols) const {
+    if constexpr (kAnyAlignment) {
+      if (!aligned_) {
+        alignas(16) T chunk[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) chunk[i] = valid && i < cols ? source[i] : T(0.f);
+        *static_cast<uint4*>(__cvta_shared_to_generic(target)) = *reinterpret_cast<uint4*>(chunk);
+        return;
+      }
+    }
+    ptx::cp_async_16_zfill(target, source, valid);
+  }
+
+  // What can be computed from these is not kept: registers are scarce where tiles are loaded.
+  const int thread_;
+  const int cols_;  // of the matrix
+  const bool aligned_;
+  const int64_t row_stride_;  // in elements
+  const T* source_;           // this thread's first chunk of the next tile
 };
+
+// Writes accumulators of m16n8 (ptx/mma_sync.h), rounded to T, to a tile. Those of row tile m and
+// column tile n go to row_tile(m) and col_tile(n), in units of 16 rows and 8 columns.
+template <int kCols, typename T, int kRowTiles, int kColTiles, typename RowTile, typename ColTile>
+__device__ void store_fragments(const float (&fragments)[kRowTiles][kColTiles][4], T* tile,
+                                RowTile row_tile, ColTile col_tile, int lane) {
+  auto* const bytes = reinterpret_cast<unsigned char*>(tile);
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row_tile(m) * 16 + half * 8 + lane / 4;
+        const float* const pair = &fragments[m][n][2 * half];
+        *reinterpret_cast<uint32_t*>(bytes + TileLayout<kCols>::offset(row, col_tile(n)) +
+                                     lane % 4 * 4) = pack(pair[0], pair[1], T());
+      }
+    }
+  }
+}
+
+// Copies the first valid_rows rows and cols columns of a (kRows, kCols) tile to global memory, by
+// kThreads threads. `aligned` as in TileLoader.
+template <int kRows, int kCols, int kThreads, bool kAnyAlignment, typename T>
+__device__ void store_tile(const T* tile, T* target, int64_t row_stride, int valid_rows, int cols,
+                           bool aligned, int thread) {
+  using Layout = TileLayout<kCols>;
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(tile);
+#pragma unroll
+  for (int i = 0; i < (kRows * Layout::kChunks + kThreads - 1) / kThreads; ++i) {
+    const int item = i * kThreads + thread;
+    const int row = item / Layout::kChunks, chunk = item % Layout::kChunks;
+    if (row >= min(valid_rows, kRows) || chunk * 8 >= cols) continue;
+    T* const place = target + row * row_stride + chunk * 8;
+    const uint4 values = *reinterpret_cast<const uint4*>(bytes + Layout::offset(row, chunk));
+    if (!kAnyAlignment || aligned) {
+      *reinterpret_cast<uint4*>(place) = values;
+    } else {
+      for (int j = 0; j < min(8, cols - chunk * 8); ++j) {
+        place[j] = reinterpret_cast<const T*>(&values)[j];
+      }
+    }
+  }
+}
 
 }  // namespace flash

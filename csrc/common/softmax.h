@@ -17,6 +17,13 @@ constexpr float kLn2 = 0.6931471805599453f;
 // probabilities until the end stays below 2^8, far from the largest float16.
 constexpr float kRescaleThreshold = 8.f;
 
+// What turns scores that are still without their scale into exponents of 2. A scale of zero would
+// turn the -inf of a masked score into NaN; the smallest normal float gives all visible keys equal
+// weight, as zero.
+inline float log2_scale(float softmax_scale) {
+  return softmax_scale * kLog2e > FLT_MIN ? softmax_scale * kLog2e : FLT_MIN;
+}
+
 // Reductions over the four lanes that share the rows of an mma accumulator.
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
@@ -33,20 +40,20 @@ template <int kRowTiles>
 struct SoftmaxState {
   static constexpr int kRows = 2 * kRowTiles;
 
-  // softmax_scale * log2(e): exponentials are powers of 2. A scale of zero would turn the -inf of a
-  // masked score into NaN; the smallest normal float gives all visible keys equal weight, as zero.
-  float scale_log2;
+  float scale_log2;  // turns scores into exponents of 2: log2_scale
   // Maximum of the scaled scores, up to kRescaleThreshold; one value in the whole quad. It starts
   // finite, so that a row without a visible key meets no -inf - -inf.
   float reference[kRows];
   float sum[kRows];  // of this lane's exponentials
 
-  __device__ explicit SoftmaxState(float softmax_scale)
-      : scale_log2(fmaxf(softmax_scale * kLog2e, FLT_MIN)) {
+  // An attention sink is one more score of every row, exp(sink) joins the sum (-inf: no sink). It
+  // counts in one of the lanes that share a row, `counts_sink`.
+  __device__ SoftmaxState(float scale_log2, float sink, bool counts_sink) : scale_log2(scale_log2) {
+    const float start = fmaxf(sink * kLog2e, -FLT_MAX);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      reference[r] = -FLT_MAX;
-      sum[r] = 0.f;
+      reference[r] = start;
+      sum[r] = counts_sink && start > -FLT_MAX ? 1.f : 0.f;
     }
   }
 
@@ -59,32 +66,33 @@ struct SoftmaxState {
   }
 };
 
-// Takes notice of the next block of scores S = Q K^T: where their maximum has outgrown a row's
-// reference, the reference rises and what `out` has accumulated is rescaled to it. The exponentials
-// are left to `exponentiate`, beside the matmul that needs them.
+// Takes notice of the next block of scores: where their maximum has outgrown a row's reference, the
+// reference rises and what `out` has accumulated is rescaled to it. The exponentials are left to
+// `exponentiate`, beside the matmul that needs them.
 // scores: (kRowTiles, kScoreTiles), out: (kRowTiles, kOutTiles) accumulators of m16n8
-template <int kRowTiles, int kScoreTiles, int kOutTiles>
+// team: the lanes that share rows (sm80/row_team.cuh)
+template <int kRowTiles, int kScoreTiles, int kOutTiles, typename Team>
 __device__ void online_softmax_step(SoftmaxState<kRowTiles>& state,
                                     const float (&scores)[kRowTiles][kScoreTiles][4],
-                                    float (&out)[kRowTiles][kOutTiles][4]) {
+                                    float (&out)[kRowTiles][kOutTiles][4], const Team& team) {
   constexpr int kRows = 2 * kRowTiles;
-  float lane_max[kRows];
+  float row_max[kRows];  // of this lane's scores, later of the whole row
   bool outgrown = false;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int m = r / 2, j = r % 2 * 2;
-    lane_max[r] = -INFINITY;
+    row_max[r] = -INFINITY;
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
-      lane_max[r] = fmaxf(lane_max[r], fmaxf(scores[m][n][j], scores[m][n][j + 1]));
+      row_max[r] = fmaxf(row_max[r], fmaxf(scores[m][n][j], scores[m][n][j + 1]));
     }
-    outgrown |= fmaf(lane_max[r], state.scale_log2, -state.reference[r]) > kRescaleThreshold;
+    outgrown |= fmaf(row_max[r], state.scale_log2, -state.reference[r]) > kRescaleThreshold;
   }
-  if (!__any_sync(0xffffffff, outgrown)) return;
+  if (!team.agree(outgrown, row_max)) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int m = r / 2, j = r % 2 * 2;
-    const float scaled_max = quad_max(lane_max[r]) * state.scale_log2;
+    const float scaled_max = row_max[r] * state.scale_log2;
     // Each row decides for itself, so that its result does not depend on its neighbours.
     if (scaled_max - state.reference[r] > kRescaleThreshold) {
       const float rescale = ptx::ex2(state.reference[r] - scaled_max);
@@ -99,18 +107,20 @@ __device__ void online_softmax_step(SoftmaxState<kRowTiles>& state,
   }
 }
 
-// Divides `out` by the row sums (no visible key: 0) and gives the natural log-sum-exp of each row
-// (no visible key: -inf), the same in the whole quad. out: (kRowTiles, kOutTiles) accumulators of
-// m16n8
-template <int kRowTiles, int kOutTiles>
-__device__ void normalize_output(const SoftmaxState<kRowTiles>& state,
-                                 float (&out)[kRowTiles][kOutTiles][4],
-                                 float (&lse)[2 * kRowTiles]) {
+// Divides `out` by the row sums (no visible key and no sink: 0), times `scale`, and gives the
+// natural log-sum-exp of each row (no visible key and no sink: -inf), the same in all lanes that
+// share it. out: (kRowTiles, kOutTiles) accumulators of m16n8
+template <int kRowTiles, int kOutTiles, typename Team>
+__device__ void normalize_output(SoftmaxState<kRowTiles>& state,
+                                 float (&out)[kRowTiles][kOutTiles][4], float scale,
+                                 float (&lse)[2 * kRowTiles], const Team& team) {
+  team.sum(state.sum);
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
     const int m = r / 2, j = r % 2 * 2;
-    const float sum = quad_sum(state.sum[r]);  // 0, or at least 1: the reference is a score's own
-    const float inverse = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+    // 0, or at least 1: the reference is a score's own or the sink's.
+    const float sum = state.sum[r];
+    const float inverse = sum == 0.f ? 0.f : __fdividef(scale, sum);
     lse[r] = sum == 0.f ? -INFINITY : (state.reference[r] + __log2f(sum)) * kLn2;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {

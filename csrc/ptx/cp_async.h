@@ -13,8 +13,27 @@ __device__ inline void cp_async_16_zfill(uint32_t shared_address, const void* gl
                : "memory");
 }
 
+// The same for 4 bytes, through the L1 cache.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async" (.ca, src-size)
+__device__ inline void cp_async_4_zfill(uint32_t shared_address, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address),
+               "l"(__cvta_generic_to_global(global)), "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.wait_all": waits for this thread's
 // copies; other threads see them after a barrier.
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+
+// Makes a group of this thread's copies since the last one.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.commit_group"
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// Waits for all of this thread's groups but the last kPending.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.wait_group"
+template <int kPending>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
 
 }  // namespace flash::ptx

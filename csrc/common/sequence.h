@@ -1,0 +1,54 @@
+// Where the rows of one sequence lie. Everything that comes from the device is clamped into the
+// tensors that it indexes.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace flash {
+
+struct Sequence {
+  int q_batch, q_first, seqlen_q;  // queries: row q_first + i of batch entry q_batch
+  int k_batch, k_first, seqlen_k;  // keys, likewise
+
+  __device__ Sequence(const AttentionParams& params, int batch)
+      : q_batch(batch), q_first(0), seqlen_q(params.seqlen_q) {
+    if (params.cu_seqlens_q != nullptr) {
+      q_batch = 0;
+      locate(params.cu_seqlens_q + batch, params.total_q, params.seqlen_q, q_first, seqlen_q);
+    }
+    k_batch = batch;
+    k_first = 0;
+    seqlen_k = params.seqlen_k;
+    if (params.cu_seqlens_k != nullptr) {
+      k_batch = 0;
+      locate(params.cu_seqlens_k + batch, params.total_k, params.seqlen_k, k_first, seqlen_k);
+    } else if (params.cache_batch_idx != nullptr) {
+      k_batch = clamp(params.cache_batch_idx[batch], 0, params.slots_k - 1);
+    }
+    const int leftpad =
+        params.leftpad_k == nullptr ? 0 : clamp(params.leftpad_k[batch], 0, seqlen_k);
+    if (params.seqused_k != nullptr) seqlen_k = clamp(params.seqused_k[batch], 0, seqlen_k);
+    k_first += leftpad;
+    seqlen_k = max(seqlen_k - leftpad, 0);
+  }
+
+ private:
+  __device__ static int clamp(int x, int low, int high) { return min(max(x, low), high); }
+
+  __device__ static void locate(const int* bounds, int total, int longest, int& first,
+                                int& length) {
+    first = clamp(bounds[0], 0, total);
+    length = clamp(clamp(bounds[1], 0, total) - first, 0, longest);
+  }
+};
+
+// First element of a sequence's rows, for one head.
+template <typename T>
+__device__ T* rows_of(const Operand& operand, int batch, int first, int head) {
+  return static_cast<T*>(operand.data) + batch * operand.batch_stride + first * operand.row_stride +
+         head * operand.head_stride;
+}
+
+}  // namespace flash

@@ -1,0 +1,30 @@
+// Atomic additions and signals through global memory.
+#pragma once
+
+namespace flash::ptx {
+
+// *target += x, in any order with others, without a result.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: red"
+__device__ inline void red_add(float* target, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(target)), "f"(x)
+               : "memory");
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: ld" (.acquire.gpu)
+__device__ inline int load_acquire(const int* source) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n"
+               : "=r"(x)
+               : "l"(__cvta_generic_to_global(source))
+               : "memory");
+  return x;
+}
+
+// PTX ISA, "Data Movement and Conversion Instructions: st" (.release.gpu)
+__device__ inline void store_release(int* target, int x) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(target)),
+               "r"(x)
+               : "memory");
+}
+
+}  // namespace flash::ptx
