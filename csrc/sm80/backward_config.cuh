@@ -1,0 +1,98 @@
+// Tile shapes and shared memory of the Ampere-class backward.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/shared_tile.h"
+#include "params.h"
+
+namespace flash::sm80 {
+
+struct BackwardTile {
+  int block_m;        // queries of one step
+  int block_n;        // keys of a thread block
+  int warps;          // share each of the five matmuls:
+  int warps_m_s;      //   S and dP (block_m, block_n): this many along the queries, the rest keys
+  int warps_n_dkv;    //   dK and dV (block_n, dim): this many along the keys, the rest columns
+  int warps_m_dq;     //   dQ (block_m, dim): this many along the queries, the rest columns
+  int q_stages;       // 2: the next Q is loaded during a whole step
+  int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
+};
+
+// The tile shapes of a pair of head dims, the preferred one first; {} ends the list. The first is
+// taken of which blocks_per_sm thread blocks fit an SM's shared memory, the last one if even one
+// does. There are 227 KB for a block on Hopper, 163 KB on an A100, 99 KB on other Ampere and Ada
+// GPUs. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal, without spills if not said
+// otherwise; docs/design-notes.md has them all.
+constexpr BackwardTile backward_tile(int headdim, int choice) {
+  switch (headdim) {
+    case 32:
+      // 225 / 209; {128, 64, 4, ...} 202 / 187, with spills.
+      if (choice == 0) return {64, 128, 4, 1, 4, 2, 2, 2};
+      break;
+    case 64:
+      // Large warp tiles (32 x 64 of S) spare shared memory, which is busier than the tensor cores.
+      // 269 / 251; with 96 queries 245 / 231, with 8 warps and one block an SM 187 / 180.
+      if (choice == 0) return {128, 64, 4, 4, 2, 4, 2, 2};
+      if (choice == 1) return {128, 64, 4, 4, 2, 4, 1, 2};
+      break;
+    case 96:
+      // 267 / 248; {64, 128, 8, ...} 252 / 233, with spills.
+      if (choice == 0) return {64, 64, 4, 2, 2, 2, 2, 2};
+      break;
+    case 128:
+      // 277 / 260; two blocks of {64, 64, 4, ...}, with twice the traffic of dQ, 271 / 267 with
+      // spills, and 263 / 256 with one stage.
+      if (choice == 0) return {64, 128, 8, 2, 4, 2, 2, 1};
+      if (choice == 1) return {64, 64, 8, 4, 2, 2, 1, 1};
+      break;
+    case 192:
+      if (choice == 0) return {64, 64, 8, 2, 2, 2, 2, 1};
+      if (choice == 1) return {32, 64, 8, 2, 2, 2, 1, 1};
+      break;
+    case 256:
+      // 242 / 235; with two warps along the queries of S 232 / 227.
+      if (choice == 0) return {64, 64, 8, 4, 2, 2, 2, 1};
+      if (choice == 1) return {64, 64, 8, 4, 2, 2, 1, 1};
+      if (choice == 2) return {32, 32, 4, 2, 1, 1, 1, 1};
+      break;
+  }
+  return {};
+}
+
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures, int kChoice>
+struct BackwardConfig {
+  using T = T_;
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim_, kChoice);
+  static constexpr bool kFull = kFeatures == FeatureSet::kFull;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kThreads = kTile.warps * 32;
+  static constexpr int kQStages = kTile.q_stages;
+  static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
+
+  // Warps along the rows and columns of each product.
+  static constexpr int kWarpsRowS = kTile.warps_m_s, kWarpsColS = kTile.warps / kWarpsRowS;
+  static constexpr int kWarpsRowDkv = kTile.warps_n_dkv, kWarpsColDkv = kTile.warps / kWarpsRowDkv;
+  static constexpr int kWarpsRowDq = kTile.warps_m_dq, kWarpsColDq = kTile.warps / kWarpsRowDq;
+  static_assert(kBlockM % (16 * kWarpsRowS) == 0 && kBlockN % (16 * kWarpsColS) == 0);
+  static_assert(kBlockN % (16 * kWarpsRowDkv) == 0 && kHeadDim % (16 * kWarpsColDkv) == 0 &&
+                kHeadDimV % (16 * kWarpsColDkv) == 0);
+  static_assert(kBlockM % (16 * kWarpsRowDq) == 0 && kHeadDim % (16 * kWarpsColDq) == 0);
+
+  // Tiles in the order of TileLayout.
+  struct SharedStorage {
+    alignas(128) T q[kQStages][kBlockM * kHeadDim];
+    alignas(128) T dout[kBlockM * kHeadDimV];
+    alignas(128) T k[kBlockN * kHeadDim];   // in the end dK
+    alignas(128) T v[kBlockN * kHeadDimV];  // in the end dV
+    alignas(128) T p[kBlockM * kBlockN];
+    alignas(128) T ds[kBlockM * kBlockN];
+    alignas(128) float statistics[kQStages][2 * kBlockM];  // lse, then delta
+  };
+};
+
+}  // namespace flash::sm80

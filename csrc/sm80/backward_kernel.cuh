@@ -1,0 +1,460 @@
+// Attention backward for Ampere-class tensor cores: FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+//
+// A thread block takes one block of keys of one head of K and V and walks over the blocks of
+// queries that see them, for each query head of the group. P is recomputed from the log-sum-exp:
+//   P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dK = dS^T Q, dQ = dS K.
+// dK and dV stay in registers, summed over the group. dQ is a sum over thread blocks: each adds its
+// part to a float32 workspace, in any order or, to be deterministic, in the order of the keys.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "common/dropout.h"
+#include "common/mask.h"
+#include "common/scores.h"
+#include "common/sequence.h"
+#include "common/shared_tile.h"
+#include "common/softmax.h"
+#include "common/warp.h"
+#include "params.h"
+#include "ptx/atomics.h"
+#include "ptx/cp_async.h"
+#include "ptx/special_registers.h"
+#include "sm80/backward_config.cuh"
+#include "sm80/warp_matmul.cuh"
+
+namespace flash::sm80 {
+
+// Row tiles of the dQ workspace that come before those of a sequence.
+__device__ inline int dq_tile(const AttentionParams& params, const Sequence& sequence, int batch) {
+  return params.cu_seqlens_q == nullptr ? batch * ((params.seqlen_q + 15) / 16)
+                                        : sequence.q_first / 16 + batch;
+}
+
+template <int kRowTiles, int kColTiles>
+__device__ void clear(float (&x)[kRowTiles][kColTiles][4]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[m][n][j] = 0.f;
+    }
+  }
+}
+
+template <int kRowTiles, int kColTiles>
+__device__ void scale_by(float (&x)[kRowTiles][kColTiles][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[m][n][j] *= factor;
+    }
+  }
+}
+
+// Deterministic dQ: the key blocks that a block of queries sees add to it in their order.
+template <int kBlockM, int kBlockN>
+struct DqTurn {
+  int* turns;      // one for each head and row tile; the first of a block of queries is used
+  int first_tile;  // of the head and sequence
+  const Mask& mask;
+  int seqlen_q, n_block;
+
+  __device__ void wait(int m_begin) const {
+    const int mine = rank(m_begin);
+    while (ptx::load_acquire(place(m_begin)) != mine) {
+    }
+  }
+  __device__ void pass_on(int m_begin) const {
+    ptx::store_release(place(m_begin), rank(m_begin) + 1);
+  }
+
+ private:
+  __device__ int* place(int m_begin) const { return turns + (first_tile + m_begin / 16); }
+  __device__ int rank(int m_begin) const {
+    return n_block - key_blocks<kBlockN>(mask, m_begin, min(m_begin + kBlockM, seqlen_q)).begin;
+  }
+};
+
+// Grid: all key blocks of all heads of K and V of all sequences. `heads_together` such heads are
+// taken at a time, their first key blocks first: under a causal mask those are the longest, and
+// none waits for one that has not started. params.window_left and window_right are
+// bounded_window's.
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    backward_kernel(const __grid_constant__ BackwardParams params, int num_n_blocks,
+                    int heads_together) {
+  using T = typename Config::T;
+  constexpr bool kFull = Config::kFull;
+  constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  constexpr int kThreads = Config::kThreads;
+  constexpr int kQStages = Config::kQStages;
+  // A warp's part of S and dP; of dK and dV; of dQ: in tiles of 16 rows and of 8 columns.
+  constexpr int kRowsS = kBlockM / Config::kWarpsRowS / 16;
+  constexpr int kColsS = kBlockN / Config::kWarpsColS / 8;
+  constexpr int kRowsDkv = kBlockN / Config::kWarpsRowDkv / 16;
+  constexpr int kColsDk = kHeadDim / Config::kWarpsColDkv / 8;
+  constexpr int kColsDv = kHeadDimV / Config::kWarpsColDkv / 8;
+  constexpr int kRowsDq = kBlockM / Config::kWarpsRowDq / 16;
+  constexpr int kColsDq = kHeadDim / Config::kWarpsColDq / 8;
+  // Half of dQ at a time, to leave registers to dK and dV.
+  constexpr int kColsDqStep = kColsDq % 4 == 0 ? kColsDq / 2 : kColsDq;
+
+  // Indices.
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int section = blockIdx.x / (heads_together * num_n_blocks);
+  const int first_head = section * heads_together;  // counted through the batch
+  const int in_section = blockIdx.x - first_head * num_n_blocks;
+  const int heads = min(heads_together, params.batch * params.nheads_kv - first_head);
+  const int n_block = in_section / heads, n_begin = n_block * kBlockN;
+  const int batch = (first_head + in_section % heads) / params.nheads_kv;
+  const int head_kv = (first_head + in_section % heads) % params.nheads_kv;
+  const int group = params.nheads / params.nheads_kv;
+  const Sequence sequence(params, batch);
+  const int seqlen_q = warp_uniform(sequence.seqlen_q);
+  const int seqlen_k = warp_uniform(sequence.seqlen_k);
+  if (n_begin >= seqlen_k) return;
+  const Mask mask{seqlen_k, seqlen_k - seqlen_q, params.window_left, params.window_right};
+  const BlockRange m_blocks = query_blocks<kBlockM>(mask, seqlen_q, n_begin, n_begin + kBlockN);
+  const int row_s = warp / Config::kWarpsColS, col_s = warp % Config::kWarpsColS;
+  const int row_dkv = warp / Config::kWarpsColDkv, col_dkv = warp % Config::kWarpsColDkv;
+  const int row_dq = warp / Config::kWarpsColDq, col_dq = warp % Config::kWarpsColDq;
+
+  // Shared memory. Of S and dP a warp has rows and columns that lie together; columns of P and dS
+  // as rows of dK and dV, and those of dK, dV and dQ, are dealt out 16 by 16.
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
+  const uint32_t shared_q = shared_address(shared.q), shared_dout = shared_address(shared.dout);
+  constexpr uint32_t kStageBytes = sizeof(shared.q[0]);
+  const auto warp_row_s = [&](int m) { return row_s * kRowsS + m; };
+  const auto warp_col_s = [&](int n) { return col_s * kColsS + n; };
+
+  // K and V.
+  {
+    TileLoader<T, kBlockN, kHeadDim, kThreads, kFull> k_loader(
+        rows_of<const T>(params.k, sequence.k_batch, sequence.k_first + n_begin, head_kv),
+        params.k.row_stride, params.headdim, params.aligned, threadIdx.x);
+    k_loader.load(shared_address(shared.k), seqlen_k - n_begin);
+    TileLoader<T, kBlockN, kHeadDimV, kThreads, kFull> v_loader(
+        rows_of<const T>(params.v, sequence.k_batch, sequence.k_first + n_begin, head_kv),
+        params.v.row_stride, params.headdim_v, params.aligned, threadIdx.x);
+    v_loader.load(shared_address(shared.v), seqlen_k - n_begin);
+  }
+
+  float dk[kRowsDkv][kColsDk][4] = {};
+  float dv[kRowsDkv][kColsDv][4] = {};
+  const float scale_log2 = kFull ? kLog2e : fmaxf(params.softmax_scale * kLog2e, FLT_MIN);
+
+  for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+    if (m_blocks.begin >= m_blocks.end) break;
+    // The last queries come first: under a causal mask all key blocks see those, so that they add
+    // to dQ in step with each other.
+    const int last_m_begin = (m_blocks.end - 1) * kBlockM;
+    const int64_t statistics = sequence.q_batch * params.lse_batch_stride +
+                               head * params.lse_head_stride + sequence.q_first;
+    const auto load_q = [&](int m_begin, int stage) {
+      const int thread = ptx::thread_id();
+      TileLoader<T, kBlockM, kHeadDim, kThreads, kFull> loader(
+          rows_of<const T>(params.q, sequence.q_batch, sequence.q_first + m_begin, head),
+          params.q.row_stride, params.headdim, params.aligned, thread);
+      loader.load(shared_q + stage * kStageBytes, seqlen_q - m_begin);
+#pragma unroll
+      for (int i = thread; i < 2 * kBlockM; i += kThreads) {  // lse, then delta
+        const int row = m_begin + i % kBlockM;
+        const float* const source = (i < kBlockM ? params.lse : params.delta) + statistics + row;
+        const uint32_t target = shared_address(shared.statistics[stage]) + i * sizeof(float);
+        ptx::cp_async_4_zfill(target, source, row < seqlen_q);
+      }
+      ptx::cp_async_commit();
+    };
+    const auto load_dout = [&](int m_begin) {
+      TileLoader<T, kBlockM, kHeadDimV, kThreads, kFull> loader(
+          rows_of<const T>(params.dout, sequence.q_batch, sequence.q_first + m_begin, head),
+          params.dout.row_stride, params.headdim_v, params.aligned, ptx::thread_id());
+      loader.load(shared_dout, seqlen_q - m_begin);
+      ptx::cp_async_commit();
+    };
+    const int first_dq_tile = head * params.row_tiles + dq_tile(params, sequence, batch);
+    const ScoreTransform transform(params, batch, head, mask.shift);
+    const Dropout dropout(params, batch, head);
+
+    const DqTurn<kBlockM, kBlockN> dq_turn{params.dq_turn, first_dq_tile, mask, seqlen_q, n_block};
+
+    load_q(last_m_begin, 0);
+    load_dout(last_m_begin);
+
+    int stage = 0;
+    for (int m_block = m_blocks.end - 1; m_block >= m_blocks.begin; --m_block) {
+      const int m_begin = m_block * kBlockM;
+      const bool more = m_block > m_blocks.begin;
+      kQStages == 2 ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
+      __syncthreads();  // Q has arrived; every warp is done with the last Q and dS
+      if (kQStages == 2 && more) load_q(m_begin - kBlockM, stage ^ 1);
+
+      // S and P.
+      float p[kRowsS][kColsS][4];
+      clear(p);
+      const OperandA<kHeadDim, Order::kRows> q_as_a(shared_q + stage * kStageBytes, row_s * kRowsS,
+                                                    0, lane);
+      const OperandB<kHeadDim, Order::kRows> k_as_b(shared_address(shared.k), col_s * kColsS / 2, 0,
+                                                    lane);
+      multiply_accumulate<T, kHeadDim / 16>(p, q_as_a, k_as_b);
+      const int warp_m_begin = m_begin + row_s * kRowsS * 16;
+      const int warp_n_begin = n_begin + col_s * kColsS * 8;
+      float softcap_slope[kFull ? kRowsS : 1][kColsS][4];
+      if constexpr (kFull) {
+        transform.apply(p, warp_m_begin + lane / 4, warp_n_begin + lane % 4 * 2,
+                        [&](int m, int n, int j, float slope) { softcap_slope[m][n][j] = slope; });
+      }
+      if (mask.cuts(warp_m_begin, kRowsS * 16, warp_n_begin, kColsS * 8)) {
+        apply_mask(p, mask, warp_m_begin + lane / 4, warp_n_begin + lane % 4 * 2);
+      }
+#pragma unroll
+      for (int r = 0; r < 2 * kRowsS; ++r) {
+        const int row = row_s * kRowsS * 16 + r * 8 + lane / 4, j = r % 2 * 2;
+        const float lse = shared.statistics[stage][row];
+        // A row without a visible key has scores of -inf only: P = exp(-inf - 0) = 0.
+        const float reference = lse == -INFINITY ? 0.f : lse * kLog2e;
+#pragma unroll
+        for (int n = 0; n < kColsS; ++n) {
+          p[r / 2][n][j] = ptx::ex2(fmaf(p[r / 2][n][j], scale_log2, -reference));
+          p[r / 2][n][j + 1] = ptx::ex2(fmaf(p[r / 2][n][j + 1], scale_log2, -reference));
+        }
+      }
+      uint32_t keep[kFull ? kRowsS * kColsS / 2 : 1];  // bits of 16 x 16 blocks
+      if constexpr (kFull) {
+        if (dropout.enabled) {
+          float dropped[kRowsS][kColsS][4];
+#pragma unroll
+          for (int m = 0; m < kRowsS; ++m) {
+#pragma unroll
+            for (int n = 0; n < kColsS; ++n) {
+              uint32_t& bits = keep[m * kColsS / 2 + n / 2];
+              if (n % 2 == 0) {
+                bits = dropout.keep_bits(warp_m_begin / 16 + m, warp_n_begin / 16 + n / 2, lane);
+              }
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                dropped[m][n][j] = bits >> (n % 2 * 4 + j) & 1 ? p[m][n][j] : 0.f;
+              }
+            }
+          }
+          store_fragments<kBlockN>(dropped, shared.p, warp_row_s, warp_col_s, lane);
+        } else {
+          store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, lane);
+        }
+      } else {
+        store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, lane);
+      }
+
+      if constexpr (kFull) {
+        if (transform.softcap > 0.f) {
+#pragma unroll
+          for (int m = 0; m < kRowsS; ++m) {
+#pragma unroll
+            for (int n = 0; n < kColsS; ++n) {
+#pragma unroll
+              for (int j = 0; j < 4; ++j) p[m][n][j] *= softcap_slope[m][n][j];
+            }
+          }
+        }
+      }
+
+      const bool passes_turn = params.dq_turn != nullptr && m_block + 1 < m_blocks.end;
+      if (passes_turn)
+        __threadfence();  // the last step's additions to dQ come before its turn ends
+      kQStages == 2 && more ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
+      __syncthreads();  // P is written, dO has arrived
+      if (passes_turn && threadIdx.x == 0) dq_turn.pass_on(m_begin + kBlockM);
+
+      // dP and dS.
+      {
+        float ds[kRowsS][kColsS][4];
+        clear(ds);
+        const OperandA<kHeadDimV, Order::kRows> dout_as_a(shared_dout, row_s * kRowsS, 0, lane);
+        const OperandB<kHeadDimV, Order::kRows> v_as_b(shared_address(shared.v), col_s * kColsS / 2,
+                                                       0, lane);
+        multiply_accumulate<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b);
+#pragma unroll
+        for (int r = 0; r < 2 * kRowsS; ++r) {
+          const int row = row_s * kRowsS * 16 + r * 8 + lane / 4;
+          const float delta = shared.statistics[stage][kBlockM + row];
+#pragma unroll
+          for (int n = 0; n < kColsS; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int m = r / 2, j = r % 2 * 2 + half;
+              float dp = ds[m][n][j];
+              if constexpr (kFull) {
+                if (dropout.enabled) {
+                  const bool kept = keep[m * kColsS / 2 + n / 2] >> (n % 2 * 4 + j) & 1;
+                  dp = kept ? dp * dropout.scale : 0.f;
+                }
+              }
+              ds[m][n][j] = p[m][n][j] * (dp - delta);
+            }
+          }
+        }
+        store_fragments<kBlockN>(ds, shared.ds, warp_row_s, warp_col_s, lane);
+      }
+      const OperandA<kBlockN, Order::kTransposed, Config::kWarpsRowDkv> p_transposed(
+          shared_address(shared.p), 0, row_dkv, lane);
+      const OperandB<kHeadDimV, Order::kTransposed, Config::kWarpsColDkv> dout_as_b(shared_dout, 0,
+                                                                                    col_dkv, lane);
+      multiply_accumulate<T, kBlockM / 16>(dv, p_transposed, dout_as_b);
+      __syncthreads();  // dS is written; every warp is done with dO
+      if (more) load_dout(m_begin - kBlockM);
+
+      // dK.
+      const OperandB<kHeadDim, Order::kTransposed, Config::kWarpsColDkv> q_as_b(
+          shared_q + stage * kStageBytes, 0, col_dkv, lane);
+      const OperandA<kBlockN, Order::kTransposed, Config::kWarpsRowDkv> ds_transposed(
+          shared_address(shared.ds), 0, row_dkv, lane);
+      multiply_accumulate<T, kBlockM / 16>(dk, ds_transposed, q_as_b);
+      if constexpr (kQStages == 2) {
+        stage ^= 1;
+      } else if (more) {
+        __syncthreads();  // every warp is done with Q
+        load_q(m_begin - kBlockM, 0);
+      }
+
+      // dQ, some columns at a time.
+      if (params.dq_turn != nullptr) {
+        if (lane == 0) dq_turn.wait(m_begin);
+        __syncwarp();
+      }
+      const OperandA<kBlockN, Order::kRows> ds_as_a(shared_address(shared.ds), row_dq * kRowsDq, 0,
+                                                    lane);
+      const OperandB<kHeadDim, Order::kTransposed, Config::kWarpsColDq> k_transposed(
+          shared_address(shared.k), 0, col_dq, lane);
+#pragma unroll
+      for (int first_col = 0; first_col < kColsDq; first_col += kColsDqStep) {
+        float dq[kRowsDq][kColsDqStep][4];
+        clear(dq);
+        multiply_accumulate<T, kBlockN / 16>(dq, ds_as_a, k_transposed, first_col / 2);
+#pragma unroll
+        for (int m = 0; m < kRowsDq; ++m) {
+          const int tile = m_begin / 16 + row_dq * kRowsDq + m;
+          if (tile * 16 >= seqlen_q) break;
+          float* const accum =
+              params.dq_accum + int64_t{first_dq_tile + tile} * (16 * kHeadDim) + lane;
+#pragma unroll
+          for (int n = 0; n < kColsDqStep; ++n) {
+            const int col = ((first_col + n) / 2 * Config::kWarpsColDq + col_dq) * 2 + n % 2;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) ptx::red_add(accum + (col * 4 + j) * 32, dq[m][n][j]);
+          }
+        }
+      }
+    }
+    if (params.dq_turn != nullptr) __threadfence();
+    __syncthreads();  // every warp is done with Q, dS, K and V, and its dQ
+    if (params.dq_turn != nullptr && threadIdx.x == 0) dq_turn.pass_on(m_blocks.begin * kBlockM);
+  }
+
+  // Epilogue: through shared memory, for 16-byte stores.
+  if (m_blocks.begin >= m_blocks.end) {  // no query: K and V may be on their way still
+    ptx::cp_async_wait_all();
+    __syncthreads();
+  }
+  scale_by(dk, params.softmax_scale);
+  if (kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
+  const auto warp_row_dkv = [&](int m) { return m * Config::kWarpsRowDkv + row_dkv; };
+  const auto warp_col_dkv = [&](int n) {
+    return (n / 2 * Config::kWarpsColDkv + col_dkv) * 2 + n % 2;
+  };
+  store_fragments<kHeadDim>(dk, shared.k, warp_row_dkv, warp_col_dkv, lane);
+  store_fragments<kHeadDimV>(dv, shared.v, warp_row_dkv, warp_col_dkv, lane);
+  __syncthreads();
+  const int thread = ptx::thread_id();
+  const int k_batch = opaque(sequence.k_batch), k_row = opaque(sequence.k_first + n_begin);
+  store_tile<kBlockN, kHeadDim, kThreads, kFull>(
+      shared.k, rows_of<T>(params.dk, k_batch, k_row, head_kv), params.dk.row_stride,
+      seqlen_k - n_begin, params.headdim, params.aligned, thread);
+  store_tile<kBlockN, kHeadDimV, kThreads, kFull>(
+      shared.v, rows_of<T>(params.dv, k_batch, k_row, head_kv), params.dv.row_stride,
+      seqlen_k - n_begin, params.headdim_v, params.aligned, thread);
+}
+
+// Threads of a row in the delta kernel, and rows of its thread blocks.
+template <int kHeadDimV>
+constexpr int kDeltaLanes = kHeadDimV <= 32    ? 4
+                            : kHeadDimV <= 64  ? 8
+                            : kHeadDimV <= 128 ? 16
+                                               : 32;
+template <int kHeadDimV>
+constexpr int kDeltaRows = 128 / kDeltaLanes<kHeadDimV>;
+
+// delta = rowsum(dO * O) - dlse. Grid: (query blocks * nheads, 1, batch).
+template <typename T, int kHeadDimV, bool kAnyAlignment>
+__global__ void __launch_bounds__(128)
+    backward_delta_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
+  constexpr int kLanes = kDeltaLanes<kHeadDimV>;
+  const int batch = first_batch + blockIdx.z, head = blockIdx.x % params.nheads;
+  const Sequence sequence(params, batch);
+  const int row = blockIdx.x / params.nheads * kDeltaRows<kHeadDimV> + threadIdx.x / kLanes;
+  const int col = threadIdx.x % kLanes * 8;
+  const T* const dout =
+      rows_of<const T>(params.dout, sequence.q_batch, sequence.q_first + row, head) + col;
+  const T* const out =
+      rows_of<const T>(params.out, sequence.q_batch, sequence.q_first + row, head) + col;
+  float sum = 0.f;
+  if (row < sequence.seqlen_q && col < params.headdim_v) {
+    if (!kAnyAlignment || params.aligned) {
+      const uint4 dout_chunk = *reinterpret_cast<const uint4*>(dout);
+      const uint4 out_chunk = *reinterpret_cast<const uint4*>(out);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        sum += static_cast<float>(reinterpret_cast<const T*>(&dout_chunk)[i]) *
+               static_cast<float>(reinterpret_cast<const T*>(&out_chunk)[i]);
+      }
+    } else {
+      for (int i = 0; i < min(8, params.headdim_v - col); ++i) {
+        sum += static_cast<float>(dout[i]) * static_cast<float>(out[i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+  if (row < sequence.seqlen_q && threadIdx.x % kLanes == 0) {
+    const int64_t place = sequence.q_batch * params.lse_batch_stride +
+                          head * params.lse_head_stride + sequence.q_first + row;
+    params.delta[place] = sum - (params.dlse == nullptr ? 0.f : params.dlse[place]);
+  }
+}
+
+constexpr int kDqRows = 64;  // of a thread block of the dQ kernel: a row tile for each warp
+
+// dQ = softmax_scale * the workspace, rounded to T. Grid: (query blocks * nheads, 1, batch).
+template <typename T, int kHeadDim, bool kAnyAlignment>
+__global__ void __launch_bounds__(128)
+    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
+  __shared__ __align__(128) T stage[4][16 * kHeadDim];
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int batch = first_batch + blockIdx.z, head = blockIdx.x % params.nheads;
+  const Sequence sequence(params, batch);
+  const int row_tile = blockIdx.x / params.nheads * (kDqRows / 16) + warp, row = row_tile * 16;
+  if (row >= sequence.seqlen_q) return;
+  const int64_t tile =
+      static_cast<int64_t>(head) * params.row_tiles + dq_tile(params, sequence, batch) + row_tile;
+  const float* const accum = params.dq_accum + tile * (16 * kHeadDim) + lane;
+  float dq[1][kHeadDim / 8][4];
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 8; ++n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) dq[0][n][j] = accum[(n * 4 + j) * 32];
+  }
+  scale_by(dq, params.softmax_scale);
+  store_fragments<kHeadDim>(dq, stage[warp], [](int) { return 0; }, [](int n) { return n; }, lane);
+  __syncwarp();
+  store_tile<16, kHeadDim, 32, kAnyAlignment>(
+      stage[warp], rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, head),
+      params.dq.row_stride, sequence.seqlen_q - row, params.headdim, params.aligned, lane);
+}
+
+}  // namespace flash::sm80

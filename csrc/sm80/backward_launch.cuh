@@ -1,0 +1,90 @@
+// Launches the Ampere-class backward.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/cuda_check.h"
+#include "common/launch.h"
+#include "common/mask.h"
+#include "params.h"
+#include "sm80/backward_kernel.cuh"
+
+namespace flash::sm80 {
+
+// Of what is read again and again, this much should stay in the L2 cache.
+constexpr int64_t kTogetherBytes = 32 << 20;
+
+// Where dQ is added to in order, thread blocks of one head wait for each other: fewer of them run
+// at a time if more heads do.
+constexpr int64_t kOrderedHeads = 32;
+
+template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, int kChoice = 0>
+void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
+  using Config = BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice>;
+  constexpr size_t kSharedBytes = sizeof(typename Config::SharedStorage);
+  constexpr bool kLast = backward_tile(kHeadDim, kChoice + 1).warps == 0;
+  // An SM has 1 KB more than one thread block may use, and keeps 1 KB for each.
+  const auto fits = [&](int blocks) {
+    return blocks * (kSharedBytes + 1024) <= static_cast<size_t>(params.shared_memory) + 1024;
+  };
+  if constexpr (!kLast) {
+    if (!fits(Config::kBlocksPerSm)) {
+      launch_backward_main<T, kHeadDim, kHeadDimV, kFeatures, kChoice + 1>(params, stream);
+      return;
+    }
+  }
+  if (!fits(1)) {
+    throw std::runtime_error("the sm80 backward of head dimension " + std::to_string(kHeadDim) +
+                             " needs " + std::to_string(kSharedBytes) +
+                             " bytes of shared memory a thread block; this GPU has " +
+                             std::to_string(params.shared_memory));
+  }
+  constexpr auto kKernel = backward_kernel<Config>;
+  static std::atomic<uint64_t> devices{0};
+  allow_shared_memory(kKernel, kSharedBytes, devices);
+  const int num_n_blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
+  const int64_t blocks = int64_t{params.batch} * params.nheads_kv * num_n_blocks;
+  if (blocks > INT_MAX) {
+    throw std::invalid_argument("batch * nheads_kv * key blocks: got " + std::to_string(blocks) +
+                                "; accepted: up to 2^31 - 1");
+  }
+  // What the thread blocks of one head of K and V read again and again: Q, dO and dQ.
+  const int64_t bytes = int64_t{params.seqlen_q} * (params.nheads / params.nheads_kv) *
+                        (sizeof(T) * (kHeadDim + kHeadDimV) + sizeof(float) * kHeadDim);
+  const int64_t least = params.dq_turn == nullptr ? 1 : kOrderedHeads;
+  const int64_t heads_together =
+      std::min(std::max(kTogetherBytes / bytes, least), int64_t{params.batch} * params.nheads_kv);
+  kKernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(
+      params, num_n_blocks, static_cast<int>(heads_together));
+  check_cuda(cudaGetLastError(), "launch of the sm80 backward kernel");
+}
+
+template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+void launch_backward(BackwardParams params, cudaStream_t stream) {
+  constexpr bool kAnyAlignment = kFeatures == FeatureSet::kFull;
+  params.window_left = bounded_window(params.window_left, params.seqlen_k);
+  params.window_right = bounded_window(params.window_right, params.seqlen_q);
+  // One thread block of the two small kernels for each head and each so many queries.
+  const auto grid = [&](int queries, int batch) {
+    return dim3((params.seqlen_q + queries - 1) / queries * params.nheads, 1,
+                std::min(params.batch - batch, kMaxGrid));
+  };
+  for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
+    backward_delta_kernel<T, kHeadDimV, kAnyAlignment>
+        <<<grid(kDeltaRows<kHeadDimV>, batch), 128, 0, stream>>>(params, batch);
+    check_cuda(cudaGetLastError(), "launch of the sm80 delta kernel");
+  }
+  launch_backward_main<T, kHeadDim, kHeadDimV, kFeatures>(params, stream);
+  for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
+    backward_dq_kernel<T, kHeadDim, kAnyAlignment>
+        <<<grid(kDqRows, batch), 128, 0, stream>>>(params, batch);
+    check_cuda(cudaGetLastError(), "launch of the sm80 dQ kernel");
+  }
+}
+
+}  // namespace flash::sm80

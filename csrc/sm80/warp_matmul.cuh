@@ -1,0 +1,93 @@
+// Matrix products of one warp, on operands in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/shared_tile.h"
+#include "common/warp.h"
+#include "ptx/ldmatrix.h"
+#include "ptx/mma_sync.h"
+
+namespace flash::sm80 {
+
+// How a tile in shared memory is read as an operand: by its rows as they lie, or transposed.
+enum class Order { kRows, kTransposed };
+
+// Part of a shared (rows, kCols) tile as an operand of a warp's matmul: blocks of 16 x 16, of which
+// the warp takes every kStride-th along the columns of the tile, from `col_block` on.
+template <int kCols, Order kOrder, int kStride = 1>
+struct Operand16 {
+  using Layout = TileLayout<kCols>;
+  uint32_t tile;    // shared address
+  uint32_t offset;  // where this lane points ldmatrix in the first block. Apart from `tile`, so
+                    // that operands that differ only in that share registers.
+
+  __device__ Operand16(uint32_t tile, int row_block, int col_block, bool by_rows, int lane)
+      : tile(tile),
+        offset(Layout::in_block(by_rows ? Layout::by_rows(lane) : Layout::by_columns(lane),
+                                row_block, col_block)) {}
+
+  __device__ void load(uint32_t (&fragment)[4], int row_block, int col_block) const {
+    const uint32_t place = tile + Layout::in_block(offset, row_block, col_block * kStride);
+    if constexpr (kOrder == Order::kTransposed) {
+      ptx::ldmatrix_x4_trans(fragment, place);
+    } else {
+      ptx::ldmatrix_x4(fragment, place);
+    }
+  }
+};
+
+// A operand: (m, k) as it lies, or the transpose of a (k, m) tile.
+template <int kCols, Order kOrder, int kStride = 1>
+struct OperandA : Operand16<kCols, kOrder, kStride> {
+  __device__ OperandA(uint32_t tile, int row_block, int col_block, int lane)
+      : Operand16<kCols, kOrder, kStride>(tile, row_block, col_block, kOrder == Order::kTransposed,
+                                          lane) {}
+  // Rows m * 16 .., columns k * 16 .. of A.
+  __device__ void fragment(uint32_t (&a)[4], int m, int k) const {
+    kOrder == Order::kTransposed ? this->load(a, k, m) : this->load(a, m, k);
+  }
+};
+
+// B operand: (k, n), the transpose of an (n, k) tile that is read by its rows, or a (k, n) tile
+// read transposed.
+template <int kCols, Order kOrder, int kStride = 1>
+struct OperandB : Operand16<kCols, kOrder, kStride> {
+  __device__ OperandB(uint32_t tile, int row_block, int col_block, int lane)
+      : Operand16<kCols, kOrder, kStride>(tile, row_block, col_block, kOrder == Order::kRows,
+                                          lane) {}
+  // Rows k * 16 .., columns n * 16 .. of B: two operands of 8 columns.
+  __device__ void fragment(uint32_t (&b)[4], int k, int n) const {
+    kOrder == Order::kTransposed ? this->load(b, k, n) : this->load(b, n, k);
+  }
+};
+
+// D += A B over kDepth blocks of 16; D begins at column block `col_block` of B.
+// d: (kRowTiles, kColTiles) accumulators of m16n8
+template <typename T, int kDepth, int kRowTiles, int kColTiles, typename A, typename B>
+__device__ void multiply_accumulate(float (&d)[kRowTiles][kColTiles][4], A a, B b,
+                                    int col_block = 0) {
+  static_assert(kColTiles % 2 == 0);
+  // Keeps the compiler from computing all addresses before the loop around this, and then spilling
+  // them.
+  a.offset = opaque(a.offset);
+  b.offset = opaque(b.offset);
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k) {
+    uint32_t a_fragment[kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) a.fragment(a_fragment[m], m, k);
+#pragma unroll
+    for (int n = 0; n < kColTiles; n += 2) {
+      uint32_t b_fragment[4];
+      b.fragment(b_fragment, k, col_block + n / 2);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        ptx::mma_m16n8k16(d[m][n], a_fragment[m], b_fragment[0], b_fragment[1], T());
+        ptx::mma_m16n8k16(d[m][n + 1], a_fragment[m], b_fragment[2], b_fragment[3], T());
+      }
+    }
+  }
+}
+
+}  // namespace flash::sm80
