@@ -1,6 +1,9 @@
 // Tile shapes and shared memory of the Ampere-class forward.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
 #include "common/shared_tile.h"
 #include "params.h"
 
@@ -9,43 +12,92 @@ namespace flash::sm80 {
 struct ForwardTile {
   int block_m;        // queries of a thread block
   int block_n;        // keys of one step
-  int warps;          // each owns block_m / warps queries and the whole head dim
+  int warps;          // in teams that share block_m / (warps / team) queries
+  int team;           // warps of a team: 1 or 2 (row_team.cuh)
   int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
 };
 
-// Common to all rows: 32 queries a warp, so that both of its 16-row fragments use each K and V
-// fragment it loads (with 16, shared memory is busy longer than the tensor cores); two independent
-// thread blocks an SM, one computing exponentials while the other multiplies, also in the 164 KB of
-// an A100. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal; docs/design-notes.md has them
-// all.
-constexpr ForwardTile forward_tile(int headdim) {
-  // Scores fill the registers that the output leaves. 334 / 330; with 64 keys and three blocks an
-  // SM 314 / 310.
-  if (headdim == 64) return {128, 128, 4, 2};
-  // Output 128 + scores 64 of 255 registers. 395 / 371; with 32 keys 373 / 350.
-  return {128, 64, 4, 2};
+// The tile shapes of a pair of head dims, the preferred one first; the first that fits the device's
+// shared memory is taken, {} ends the list. A thread block may use 227 KB on Hopper, 163 KB on an
+// A100, 99 KB on other Ampere and Ada GPUs.
+//
+// 32 queries a warp, so that both of its 16-row fragments use each K and V fragment it loads (with
+// 16, shared memory is busy longer than the tensor cores). Where the output of 32 queries does not
+// fit the registers, two warps share them. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal,
+// to be compared within one comment; docs/design-notes.md has them all.
+constexpr ForwardTile forward_tile(int headdim, int headdim_v, int choice) {
+  switch (headdim) {
+    case 32:
+      // 271 / 256; 128 keys, two blocks an SM 253 / 236; four blocks spill, 261 / 247.
+      if (choice == 0) return {128, 64, 4, 1, 3};
+      break;
+    case 64:
+      // Scores fill the registers that the output leaves. 334 / 330; with 64 keys and three blocks
+      // an SM 314 / 310.
+      if (choice == 0) return {128, 128, 4, 1, 2};
+      break;
+    case 96:
+      // 360 / 336; with 96 keys 366 / 342, but spills, and 340 against 346 at 1024 tokens.
+      if (choice == 0) return {128, 64, 4, 1, 2};
+      break;
+    case 128:
+      // Output 128 + scores 64 of 255 registers. 395 / 371; with 32 keys 373 / 350.
+      if (choice == 0) return {128, 64, 4, 1, 2};
+      break;
+    case 192:
+      if (headdim_v == 128) {
+        // 403 / 373; with 48 keys 401 / 369.
+        if (choice == 0) return {128, 64, 4, 1, 2};
+      } else {
+        // 393 / 373; one warp for 16 queries 330 / 321.
+        if (choice == 0) return {128, 128, 8, 2, 1};
+        // 354 / 345. Two blocks fit an SM of an A100.
+        if (choice == 1) return {64, 64, 4, 2, 2};
+      }
+      break;
+    case 256:
+      // 394 / 361; one warp for 16 queries 328 / 308.
+      if (choice == 0) return {128, 128, 8, 2, 1};
+      // 349 / 321.
+      if (choice == 1) return {128, 64, 8, 2, 1};
+      // 268 / 264 with one block an SM; teams with 32 keys, which fit as well, 199 / 201.
+      if (choice == 2) return {64, 64, 4, 1, 1};
+      break;
+  }
+  return {};
 }
 
-template <typename T_, int kHeadDim_, FeatureSet kFeatures>
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice>
 struct ForwardConfig {
-  static_assert(kHeadDim_ == 64 || kHeadDim_ == 128, "no tile shape yet");
-  static_assert(kFeatures == FeatureSet::kPlain, "softcap, ALiBi and dropout are not here yet");
-
   using T = T_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim_);
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kChoice);
+  static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kThreads = kTile.warps * 32;
   static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
-  static constexpr int kWarpRows = kBlockM / kTile.warps;
+  static constexpr int kTeam = kTile.team;
+  static constexpr int kTeams = kTile.warps / kTeam;
+  static constexpr int kTeamRows = kBlockM / kTeams;
+  static constexpr int kWarpKeys = kBlockN / kTeam;
 
-  // Tiles in the order of TileLayout<kHeadDim>.
-  struct SharedStorage {
-    alignas(128) T q[kBlockM * kHeadDim];  // in the end each warp's rows hold its output
-    alignas(128) T k[kBlockN * kHeadDim];
-    alignas(128) T v[kBlockN * kHeadDim];
+  // What the warps of a team leave for each other.
+  struct Exchange {
+    uint4 p[kTeam][kWarpKeys / 16][kTeamRows / 16][32];  // A operands of m16n8k16, by lane
+    float rows[kTeam][kTeamRows];
   };
+
+  // Tiles in the order of TileLayout.
+  struct SharedStorage {
+    alignas(128) T q[kBlockM * kHeadDim];  // in the end each team's rows hold its output
+    alignas(128) T k[kBlockN * kHeadDim];
+    alignas(128) T v[kBlockN * kHeadDimV];
+    Exchange exchange[kTeams];  // not there if kTeam is 1
+  };
+  static constexpr size_t kSharedBytes =
+      kTeam == 1 ? offsetof(SharedStorage, exchange) : sizeof(SharedStorage);
 };
 
 }  // namespace flash::sm80

@@ -1,8 +1,7 @@
 // Attention forward for Ampere-class tensor cores: FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 //
 // A thread block takes one block of queries of one head and walks over the blocks of keys that they
-// see. Each warp owns kWarpRows queries and the whole head dim, so no sum crosses warps. Scores and
-// output stay in registers.
+// see. A team of one or two warps owns some of the queries; scores and output stay in registers.
 //
 // Rows past the end of a sequence are zero when loaded, whatever memory holds there. A key inside
 // the sequence that the mask hides from a query has probability 0, but in a block that other keys
@@ -12,8 +11,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/dropout.h"
 #include "common/mask.h"
 #include "common/pack.h"
+#include "common/scores.h"
+#include "common/sequence.h"
 #include "common/shared_tile.h"
 #include "common/softmax.h"
 #include "common/warp.h"
@@ -21,13 +23,15 @@
 #include "ptx/cp_async.h"
 #include "ptx/ldmatrix.h"
 #include "ptx/mma_sync.h"
+#include "ptx/opaque.h"
 #include "sm80/forward_config.cuh"
+#include "sm80/row_team.cuh"
 
 namespace flash::sm80 {
 
-// S = Q K^T for one warp's queries and one block of keys.
-// scores: (kWarpRows / 16, kBlockN / 8) accumulators of m16n8
-// q: the warp's (kWarpRows, kHeadDim) rows, k: (kBlockN, kHeadDim), shared addresses of tiles
+// S = Q K^T for the queries of one team and the keys of one warp.
+// scores: (kTeamRows / 16, kWarpKeys / 8) accumulators of m16n8
+// q: (kTeamRows, kHeadDim), k: (kWarpKeys, kHeadDim), shared addresses within tiles
 template <typename T, int kHeadDim, int kRowTiles, int kColTiles>
 __device__ void compute_scores(float (&scores)[kRowTiles][kColTiles][4], uint32_t q, uint32_t k,
                                int lane) {
@@ -61,72 +65,104 @@ __device__ void compute_scores(float (&scores)[kRowTiles][kColTiles][4], uint32_
   }
 }
 
-// O += P V with P = exp(S), 16 keys at a time: while the tensor cores multiply by one part of P,
-// the next is computed. The accumulators of two neighbouring key tiles, once rounded to T, are an A
-// operand: no data moves between lanes.
-// out: (kWarpRows / 16, kHeadDim / 8), scores: (kWarpRows / 16, kBlockN / 8) accumulators of m16n8
-// v: shared address of the (kBlockN, kHeadDim) tile
-template <typename T, int kHeadDim, int kRowTiles, int kColTiles>
-__device__ void accumulate_output(float (&out)[kRowTiles][kHeadDim / 8][4],
-                                  SoftmaxState<kRowTiles>& softmax,
-                                  const float (&scores)[kRowTiles][kColTiles][4], uint32_t v,
-                                  int lane) {
-  using Layout = TileLayout<kHeadDim>;
-  const uint32_t v_offset = Layout::by_columns(lane);
+// O += P V for 16 keys and every kTeam-th block of 16 columns.
+// out: (kTeamRows / 16, kHeadDimV / 8 / kTeam) accumulators, p: (kTeamRows / 16) A operands
+// v: shared address of the lane's place in the warp's first block of V; row_block: in units of 16
+template <typename T, int kHeadDimV, int kTeam, int kRowTiles, int kOutTiles>
+__device__ void multiply_by_values(float (&out)[kRowTiles][kOutTiles][4],
+                                   const uint32_t (&p)[kRowTiles][4], uint32_t v, int row_block) {
 #pragma unroll
-  for (int n = 0; n < kColTiles; n += 2) {
-    uint32_t p_fragment[kRowTiles][4];
+  for (int d = 0; d < kOutTiles; d += 2) {
+    uint32_t v_fragment[4];  // 16 columns: two B operands
+    ptx::ldmatrix_x4_trans(v_fragment,
+                           TileLayout<kHeadDimV>::in_block(v, row_block, d / 2 * kTeam));
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int j = i % 2 * 2;
-        const float* const pair = &scores[m][n + i / 2][j];
-        const float low = softmax.exponentiate(pair[0], m, j);
-        const float high = softmax.exponentiate(pair[1], m, j + 1);
-        p_fragment[m][i] = pack(low, high, T());
-      }
-    }
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 16; ++d) {
-      uint32_t v_fragment[4];  // columns d*16 .. d*16+15: two B operands
-      ptx::ldmatrix_x4_trans(v_fragment, v + Layout::in_block(v_offset, n / 2, d));
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        ptx::mma_m16n8k16(out[m][2 * d], p_fragment[m], v_fragment[0], v_fragment[1], T());
-        ptx::mma_m16n8k16(out[m][2 * d + 1], p_fragment[m], v_fragment[2], v_fragment[3], T());
-      }
+      ptx::mma_m16n8k16(out[m][d], p[m], v_fragment[0], v_fragment[1], T());
+      ptx::mma_m16n8k16(out[m][d + 1], p[m], v_fragment[2], v_fragment[3], T());
     }
   }
 }
 
-// Writes the first `valid_rows` of one warp's rows of the output, as 16-byte stores.
-// out: (kWarpRows / 16, kHeadDim / 8) accumulators of m16n8
-// stage: the warp's own (kWarpRows, kHeadDim) shared tile; target: its first row in global memory
-template <typename T, int kHeadDim, int kRowTiles>
-__device__ void store_output(const float (&out)[kRowTiles][kHeadDim / 8][4], T* stage, T* target,
-                             int64_t row_stride, int valid_rows, int lane) {
-  using Layout = TileLayout<kHeadDim>;
-  auto* const stage_bytes = reinterpret_cast<unsigned char*>(stage);
+// Which scores dropout keeps, a bit each.
+template <int kRowTiles, int kColTiles>
+struct KeepBits {
+  static constexpr int kWords = (kColTiles + 7) / 8;
+  uint32_t words[kRowTiles][kWords];  // 8 column tiles each
+
+  // row_tile, col_tile: of the first score, in units of 16
+  __device__ KeepBits(const Dropout& dropout, int row_tile, int col_tile, int lane) {
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* const pair = &out[m][n][2 * half];
-        const uint32_t offset = Layout::offset(m * 16 + half * 8 + lane / 4, n) + lane % 4 * 4;
-        *reinterpret_cast<uint32_t*>(stage_bytes + offset) = pack(pair[0], pair[1], T());
+      for (int w = 0; w < kWords; ++w) {
+        words[m][w] = 0;
+#pragma unroll 1
+        for (int n = 0; n < min(4, kColTiles / 2 - w * 4); ++n) {
+          words[m][w] |= dropout.keep_bits(row_tile + m, col_tile + w * 4 + n, lane) << (n * 8);
+        }
       }
     }
   }
-  __syncwarp();
+  __device__ bool operator()(int m, int n, int j) const {
+    return words[m][n / 8] >> (n % 8 * 4 + j) & 1;
+  }
+};
+
+struct KeepAll {
+  __device__ bool operator()(int, int, int) const { return true; }
+};
+
+// O += P V with P = exp(S), 16 keys at a time: while the tensor cores multiply by one part of P,
+// the next is computed. The accumulators of two neighbouring key tiles, once rounded to T, are an A
+// operand: no data moves between lanes. What a team's warps have of P they give each other through
+// shared memory.
+// out: (kTeamRows / 16, kHeadDimV / 8 / kTeam), scores: (kTeamRows / 16, kWarpKeys / 8)
+// accumulators of m16n8
+// v: shared address of the (kBlockN, kHeadDimV) tile
+// keep(m, n, j): whether dropout keeps that score
+template <typename Config, int kRowTiles, int kOutTiles, int kColTiles, typename Keep>
+__device__ void accumulate_output(float (&out)[kRowTiles][kOutTiles][4],
+                                  SoftmaxState<kRowTiles>& softmax,
+                                  const float (&scores)[kRowTiles][kColTiles][4], uint32_t v,
+                                  const Keep& keep, const RowTeam<Config::kTeam>& team,
+                                  typename Config::Exchange& exchange, int lane) {
+  using T = typename Config::T;
+  using Layout = TileLayout<Config::kHeadDimV>;
+  constexpr int kTeam = Config::kTeam;
+  constexpr int kWarpBytes = Config::kWarpKeys * Layout::kRowBytes;
+  // Of each two blocks of 16 columns, each warp of a team of two takes one.
+  v += Layout::in_block(Layout::by_columns(lane), 0, team.rank);
 #pragma unroll
-  for (int i = lane; i < kRowTiles * 16 * Layout::kChunks; i += 32) {
-    const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
-    if (row < valid_rows) {
-      *reinterpret_cast<uint4*>(target + row * row_stride + chunk * 8) =
-          *reinterpret_cast<const uint4*>(stage_bytes + Layout::offset(row, chunk));
+  for (int n = 0; n < kColTiles; n += 2) {
+    uint32_t p[kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = i % 2 * 2, tile = n + i / 2;
+        const float low = softmax.exponentiate(scores[m][tile][j], m, j);
+        const float high = softmax.exponentiate(scores[m][tile][j + 1], m, j + 1);
+        p[m][i] = pack(keep(m, tile, j) ? low : 0.f, keep(m, tile, j + 1) ? high : 0.f, T());
+      }
+      if constexpr (kTeam > 1) {
+        exchange.p[team.rank][n / 2][m][lane] = make_uint4(p[m][0], p[m][1], p[m][2], p[m][3]);
+      }
+    }
+    multiply_by_values<T, Config::kHeadDimV, kTeam>(out, p, v + team.rank * kWarpBytes, n / 2);
+  }
+  if constexpr (kTeam > 1) {
+    team.wait();
+#pragma unroll
+    for (int n = 0; n < kColTiles; n += 2) {
+      uint32_t p[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const uint4 other = exchange.p[1 - team.rank][n / 2][m][lane];
+        p[m][0] = other.x, p[m][1] = other.y, p[m][2] = other.z, p[m][3] = other.w;
+      }
+      multiply_by_values<T, Config::kHeadDimV, kTeam>(out, p, v + (1 - team.rank) * kWarpBytes,
+                                                      n / 2);
     }
   }
 }
@@ -135,89 +171,119 @@ __device__ void store_output(const float (&out)[kRowTiles][kHeadDim / 8][4], T* 
 // bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-    forward_kernel(const __grid_constant__ ForwardParams params, int first_m_block,
-                   int first_batch) {
+    forward_kernel(const __grid_constant__ ForwardParams params, int first_m_block, int first_batch,
+                   float scale_log2) {
   using T = typename Config::T;
-  constexpr int kHeadDim = Config::kHeadDim;
-  constexpr int kBlockM = Config::kBlockM;
-  constexpr int kBlockN = Config::kBlockN;
-  constexpr int kWarpRows = Config::kWarpRows;
-  constexpr int kRowTiles = kWarpRows / 16;
-  static_assert(kWarpRows % 16 == 0 && kBlockN % 16 == 0 && kHeadDim % 16 == 0);
-  using QLoader = TileLoader<T, kBlockM, kHeadDim, Config::kThreads>;
-  using KVLoader = TileLoader<T, kBlockN, kHeadDim, Config::kThreads>;
+  constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
+  constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  constexpr int kTeam = Config::kTeam;
+  constexpr int kTeamRows = Config::kTeamRows, kRowTiles = kTeamRows / 16;
+  constexpr int kWarpKeys = Config::kWarpKeys, kColTiles = kWarpKeys / 8;
+  constexpr int kOutTiles = kHeadDimV / 8 / kTeam;
+  static_assert(kTeamRows % 16 == 0 && kWarpKeys % 16 == 0 && kHeadDimV <= kHeadDim);
+  using QLoader = TileLoader<T, kBlockM, kHeadDim, Config::kThreads, kFull>;
+  using KLoader = TileLoader<T, kBlockN, kHeadDim, Config::kThreads, kFull>;
+  using VLoader = TileLoader<T, kBlockN, kHeadDimV, Config::kThreads, kFull>;
 
   // Indices. Under a causal mask the last queries see the most keys: they go first, so that short
   // blocks fill the end.
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const unsigned head = blockIdx.x, batch = first_batch + blockIdx.z;
-  const unsigned head_kv = head / (params.nheads / params.nheads_kv);
+  const int team_begin = warp / kTeam * kTeamRows;  // its first row in the thread block
+  const int head = blockIdx.x, batch = first_batch + blockIdx.z;
+  const int head_kv = head / (params.nheads / params.nheads_kv);
   const int m_begin = (first_m_block + gridDim.y - 1 - blockIdx.y) * kBlockM;
-  const int warp_m_begin = m_begin + warp * kWarpRows;
-  const Mask mask{params.seqlen_k, params.seqlen_k - params.seqlen_q, params.window_left,
-                  params.window_right};
-  const BlockRange blocks =
-      key_blocks<kBlockN>(mask, m_begin, min(m_begin + kBlockM, params.seqlen_q));
+  const Sequence sequence(params, batch);
+  if (m_begin >= sequence.seqlen_q) return;  // the grid is for the longest sequence
+  const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
 
-  // The first rows that this thread block loads.
-  const int64_t first_key = static_cast<int64_t>(blocks.begin) * kBlockN;
-  const T* const q = static_cast<const T*>(params.q) + batch * params.q_batch_stride +
-                     head * params.q_head_stride + m_begin * params.q_row_stride;
-  const T* const k = static_cast<const T*>(params.k) + batch * params.k_batch_stride +
-                     head_kv * params.k_head_stride + first_key * params.k_row_stride;
-  const T* const v = static_cast<const T*>(params.v) + batch * params.v_batch_stride +
-                     head_kv * params.v_head_stride + first_key * params.v_row_stride;
+  // The main loop knows queries by their positions among the keys, so the shift of the mask is 0,
+  // and keys up to the last visible one.
+  const int m_position = m_begin + sequence.seqlen_k - sequence.seqlen_q;
+  const int position = m_position + team_begin + lane / 4;  // of the lane's first row
+  Mask mask{sequence.seqlen_k, 0, params.window_left, params.window_right};
+  const int n_start = warp_uniform(mask.first_key(m_position) / kBlockN * kBlockN);
+  const int n_end = warp_uniform(mask.end_key(m_position + m_end - m_begin - 1));
+  mask.seqlen_k = n_end;
 
   // Shared memory.
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
-  T* const warp_rows = shared.q + warp * kWarpRows * kHeadDim;
-  const uint32_t shared_warp_q = shared_address(warp_rows);
+  T* const team_rows = shared.q + team_begin * kHeadDim;
+  const uint32_t shared_team_q = shared_address(team_rows);
   const uint32_t shared_k = shared_address(shared.k);
   const uint32_t shared_v = shared_address(shared.v);
+  auto& exchange = shared.exchange[warp / kTeam];  // not there if kTeam is 1
 
-  float out[kRowTiles][kHeadDim / 8][4] = {};
-  SoftmaxState<kRowTiles> softmax(params.softmax_scale);
+  RowTeam<kTeam> team;
+  if constexpr (kTeam == 2) team = {warp % 2, 1 + warp / 2, &exchange.rows[0][0], lane};
+  float out[kRowTiles][kOutTiles][4] = {};
+  SoftmaxState<kRowTiles> softmax(kFull ? kLog2e : scale_log2,
+                                  params.s_aux == nullptr ? -INFINITY : params.s_aux[head],
+                                  lane % 4 == 0 && team.rank == 0);
+  const ScoreTransform transform(params, batch, head, mask.shift);
+  const Dropout dropout(params, batch, head);
 
   // Main loop. V is on its way during the first matmul, the next K during the second.
-  KVLoader k_loader(k, params.k_row_stride, threadIdx.x);
-  KVLoader v_loader(v, params.v_row_stride, threadIdx.x);
-  if (blocks.begin < blocks.end) {
-    QLoader q_loader(q, params.q_row_stride, threadIdx.x);
-    q_loader.load_next(shared_address(shared.q), params.seqlen_q - m_begin);
-    k_loader.load_next(shared_k, params.seqlen_k - blocks.begin * kBlockN);
+  const int first_key = sequence.k_first + n_start;
+  KLoader k_loader(rows_of<const T>(params.k, sequence.k_batch, first_key, head_kv),
+                   params.k.row_stride, params.headdim, params.aligned, threadIdx.x);
+  VLoader v_loader(rows_of<const T>(params.v, sequence.k_batch, first_key, head_kv),
+                   params.v.row_stride, params.headdim_v, params.aligned, threadIdx.x);
+  if (n_start < n_end) {
+    QLoader q_loader(rows_of<const T>(params.q, sequence.q_batch, sequence.q_first + m_begin, head),
+                     params.q.row_stride, params.headdim, params.aligned, threadIdx.x);
+    q_loader.load(shared_address(shared.q), m_end - m_begin);
+    k_loader.load(shared_k, n_end - n_start);
   }
-  for (int n_block = blocks.begin; n_block < blocks.end; ++n_block) {
-    const int n_begin = n_block * kBlockN;  // first key of the block
+  for (int n_begin = n_start; n_begin < n_end; n_begin += kBlockN) {
+    const int warp_n_begin = n_begin + team.rank * kWarpKeys;
     ptx::cp_async_wait_all();
     __syncthreads();  // K has arrived; every warp is done with the last V
-    v_loader.load_next(shared_v, params.seqlen_k - n_begin);
+    v_loader.load(shared_v, n_end - n_begin);
 
-    float scores[kRowTiles][kBlockN / 8][4];
-    compute_scores<T, kHeadDim>(scores, shared_warp_q, shared_k, lane);
-    if (mask.cuts(m_begin, kBlockM, n_begin, kBlockN)) {
-      apply_mask(scores, mask, warp_m_begin + lane / 4, n_begin + lane % 4 * 2);
+    float scores[kRowTiles][kColTiles][4];
+    compute_scores<T, kHeadDim>(scores, shared_team_q,
+                                shared_k + team.rank * kWarpKeys * TileLayout<kHeadDim>::kRowBytes,
+                                lane);
+    const int row = ptx::opaque(position);  // or the mask's bounds would occupy registers
+    const int key = warp_n_begin + lane % 4 * 2;
+    if constexpr (kFull) transform.apply(scores, row, key, [](int, int, int, float) {});
+    if (mask.cuts(row - lane / 4, kTeamRows, n_begin, kBlockN)) {
+      apply_mask(scores, mask, row, key);
     }
-    online_softmax_step(softmax, scores, out);
+    online_softmax_step(softmax, scores, out, team);
 
     ptx::cp_async_wait_all();
     __syncthreads();  // V has arrived; every warp is done with K
-    if (n_block + 1 < blocks.end) {
-      k_loader.load_next(shared_k, params.seqlen_k - n_begin - kBlockN);
+    if (n_begin + kBlockN < n_end) k_loader.load(shared_k, n_end - n_begin - kBlockN);
+    if (kFull && dropout.enabled) {
+      const KeepBits<kRowTiles, kColTiles> keep(dropout, (m_begin + team_begin) / 16,
+                                                warp_n_begin / 16, lane);
+      accumulate_output<Config>(out, softmax, scores, shared_v, keep, team, exchange, lane);
+    } else {
+      accumulate_output<Config>(out, softmax, scores, shared_v, KeepAll(), team, exchange, lane);
     }
-    accumulate_output<T, kHeadDim>(out, softmax, scores, shared_v, lane);
   }
 
-  // Epilogue. Only this warp reads its rows of shared.q, so they can take its output.
+  // Epilogue. What it needs of the sequence is read again instead of occupying registers.
+  const Sequence target(params, batch);
+  const int team_m_begin = warp_uniform(position) - (target.seqlen_k - target.seqlen_q);
+  const int valid_rows = target.seqlen_q - team_m_begin;
   float lse[2 * kRowTiles];
-  normalize_output(softmax, out, lse);
-  const int valid_rows = params.seqlen_q - warp_m_begin;
-  T* const out_rows = static_cast<T*>(params.out) + batch * params.out_batch_stride +
-                      head * params.out_head_stride + warp_m_begin * params.out_row_stride;
-  store_output<T, kHeadDim>(out, warp_rows, out_rows, params.out_row_stride, valid_rows, lane);
-  if (lane % 4 == 0) {
-    const int64_t batch_head = static_cast<int64_t>(batch) * params.nheads + head;
-    float* const lse_rows = params.lse + batch_head * params.seqlen_q + warp_m_begin;
+  normalize_output(softmax, out, kFull && dropout.enabled ? dropout.scale : 1.f, lse, team);
+  // Only this team reads its rows of shared.q, so they can take its output.
+  store_fragments<kHeadDimV>(
+      out, team_rows, [](int m) { return m; },
+      [&](int n) { return (n / 2 * kTeam + team.rank) * 2 + n % 2; }, lane);
+  __syncwarp();
+  team.wait();
+  store_tile<kTeamRows, kHeadDimV, kTeam * 32, kFull>(
+      team_rows, rows_of<T>(params.out, target.q_batch, target.q_first + team_m_begin, head),
+      params.out.row_stride, valid_rows, params.headdim_v, params.aligned, team.rank * 32 + lane);
+  if (lane % 4 == 0 && team.rank == 0) {
+    float* const lse_rows = params.lse + target.q_batch * params.lse_batch_stride +
+                            head * params.lse_head_stride + target.q_first + team_m_begin;
 #pragma unroll
     for (int r = 0; r < 2 * kRowTiles; ++r) {
       const int row = r * 8 + lane / 4;

@@ -4,40 +4,27 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "common/cuda_check.h"
+#include "common/launch.h"
 #include "common/mask.h"
 #include "params.h"
 #include "sm80/forward_kernel.cuh"
 
 namespace flash::sm80 {
 
-// Lets `kernel` use `bytes` of dynamic shared memory, once a device. `devices` is the set of those
-// done, the kernel's own.
-template <typename Kernel>
-void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& devices) {
-  int device;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (devices.load(std::memory_order_relaxed) & bit) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(bytes)),
-             "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)");
-  devices.fetch_or(bit, std::memory_order_relaxed);
-}
-
-template <typename T, int kHeadDim, FeatureSet kFeatures>
-void launch_forward(ForwardParams params, cudaStream_t stream) {
-  using Config = ForwardConfig<T, kHeadDim, kFeatures>;
+template <typename Config>
+void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
   constexpr auto kKernel = forward_kernel<Config>;
-  constexpr size_t kSharedBytes = sizeof(typename Config::SharedStorage);
-  constexpr int kMaxGrid = 65535;  // in y and z; more takes further launches
 
   static std::atomic<uint64_t> devices{0};
-  allow_shared_memory(kKernel, kSharedBytes, devices);
+  allow_shared_memory(kKernel, Config::kSharedBytes, devices);
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
+  const float scale_log2 = log2_scale(params.softmax_scale);
   const int num_m_blocks = (params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
     for (int m_block = 0; m_block < num_m_blocks; m_block += kMaxGrid) {
@@ -45,8 +32,28 @@ void launch_forward(ForwardParams params, cudaStream_t stream) {
       // among the query blocks of one head, in the L2 cache.
       const dim3 grid(params.nheads, std::min(num_m_blocks - m_block, kMaxGrid),
                       std::min(params.batch - batch, kMaxGrid));
-      kKernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(params, m_block, batch);
+      kKernel<<<grid, Config::kThreads, Config::kSharedBytes, stream>>>(params, m_block, batch,
+                                                                        scale_log2);
       check_cuda(cudaGetLastError(), "launch of the sm80 forward kernel");
+    }
+  }
+}
+
+// Takes the first tile shape from kChoice on that fits params.shared_memory.
+template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, int kChoice = 0>
+void launch_forward(const ForwardParams& params, cudaStream_t stream) {
+  if constexpr (forward_tile(kHeadDim, kHeadDimV, kChoice).block_m == 0) {
+    using Smallest = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice - 1>;
+    throw std::invalid_argument("shared_memory: got " + std::to_string(params.shared_memory) +
+                                " bytes; accepted for head dimensions " + std::to_string(kHeadDim) +
+                                " and " + std::to_string(kHeadDimV) + ": at least " +
+                                std::to_string(Smallest::kSharedBytes));
+  } else {
+    using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice>;
+    if (Config::kSharedBytes <= static_cast<size_t>(params.shared_memory)) {
+      launch_forward_kernel<Config>(params, stream);
+    } else {
+      launch_forward<T, kHeadDim, kHeadDimV, kFeatures, kChoice + 1>(params, stream);
     }
   }
 }
