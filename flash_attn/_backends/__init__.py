@@ -49,16 +49,16 @@ def available_backends(device: torch.device | str | int) -> list[str]:
     return ["tiled"] if family is None else [family, "tiled"]
 
 
-def choose(problem: Attention) -> str:
-    """Return the backend that runs the forward of ``problem``."""
+def choose(problem: Attention, direction: str = "forward") -> str:
+    """Return the backend that runs ``problem``; forward and backward may run on different ones."""
     if _forced == "tiled":
         return "tiled"
     family = _family(problem.q.device)
     if _forced is None:
-        if family is None or cuda.unsupported(problem, family) is not None:
+        if family is None or cuda.unsupported(problem, family, direction) is not None:
             return "tiled"
         return family
-    _check_forced(problem, _forced, family)
+    _check_forced(problem, _forced, family, direction)
     return _forced
 
 
@@ -84,12 +84,10 @@ def backward(
     rng_state: Tensor | None,
 ) -> Tensor:
     """Write the gradients to dq, dk and dv; return delta."""
-    if _forced not in (None, "tiled"):
-        raise NotImplementedError(
-            f"the {_forced} backend has no backward yet; leave use_backend({_forced!r}) or run "
-            "the backward in use_backend('tiled')"
-        )
-    return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
+    backend = choose(problem, "backward")
+    if backend == "tiled":
+        return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
+    return cuda.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state, family=backend)
 
 
 def append(problem: Attention, new: CacheAppend) -> Attention:
@@ -98,7 +96,7 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     return tiled.append(problem, new)
 
 
-def _check_forced(problem: Attention, forced: str, family: str | None) -> None:
+def _check_forced(problem: Attention, forced: str, family: str | None, direction: str) -> None:
     if problem.headdim > MAX_HEADDIM or problem.headdim_v > MAX_HEADDIM:
         raise ValueError(
             f"the {forced} backend takes head dimensions of q, k and v up to {MAX_HEADDIM}, "
@@ -109,7 +107,7 @@ def _check_forced(problem: Attention, forced: str, family: str | None) -> None:
             "" if cuda.available() else " (it was not built)"
         )
     else:
-        reason = cuda.unsupported(problem, forced)
+        reason = cuda.unsupported(problem, forced, direction)
     if reason is not None:
         raise NotImplementedError(f"the {forced} backend {reason}; use_backend('tiled') does this")
 

@@ -1,61 +1,95 @@
-"""The compiled kernels: what they cover, and the call into flash_attn._C."""
+"""The compiled kernels: what they cover, and the calls into flash_attn._C."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn._arguments import Attention
+from flash_attn._backends import tiled
 
-_Kernel = tuple[str, str, int, str]  # family, dtype, headdim, feature set
+# Family, direction, dtype, head dimension of q and k, of v, feature set.
+_Row = tuple[str, str, str, int, int, str]
 
 try:
     import flash_attn._C as _C
 
-    _KERNELS: frozenset[_Kernel] = frozenset(_C.instantiations())
+    _ROWS: frozenset[_Row] = frozenset(_C.instantiations())
 except ModuleNotFoundError as error:  # not built; an extension that is there but broken is an error
     if error.name != "flash_attn._C":
         raise
-    _KERNELS = frozenset()
+    _ROWS = frozenset()
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_FEATURE_SETS = 2  # plain and full
+
+_shared_memory = 0  # of a thread block, in bytes; 0: what the device has
 
 
 def available() -> bool:
     """Whether the extension was built."""
-    return bool(_KERNELS)
+    return bool(_ROWS)
 
 
 def families() -> tuple[str, ...]:
     """Return the kernel families of this build, whatever the GPU."""
-    return tuple(sorted({family for family, *_ in _KERNELS}))
+    return tuple(sorted({family for family, *_ in _ROWS}))
 
 
-def unsupported(problem: Attention, family: str) -> str | None:
-    """Return why ``family`` cannot run the forward of ``problem`` ("has no ..."), or None."""
-    q, k, v = problem.q, problem.k, problem.v
-    headdim = q.shape[-1]
-    if (family, _DTYPES.get(q.dtype), headdim, "plain") not in _KERNELS:
-        built = ", ".join(sorted(f"{d} {h}" for f, d, h, _ in _KERNELS if f == family)) or "none"
-        return f"has no kernel for {q.dtype} and head dimension {headdim} (it has {built})"
-    if v.shape[-1] != headdim:
-        return f"has no head dimension of v ({v.shape[-1]}) that differs from that of q ({headdim})"
-    if problem.cu_seqlens_q is not None or problem.cu_seqlens_k is not None:
-        return "has no variable-length sequences (cu_seqlens)"
+@contextmanager
+def shared_memory_limit(size: int) -> Iterator[None]:
+    """Run the tiles of a GPU with ``size`` bytes of shared memory a thread block; process-wide."""
+    global _shared_memory
+    before, _shared_memory = _shared_memory, size
+    try:
+        yield
+    finally:
+        _shared_memory = before
+
+
+class _Kernel(NamedTuple):
+    headdim: int  # the largest that it takes, of q and k
+    headdim_v: int  # and of v
+    features: frozenset[str]  # the feature sets of this build
+
+
+@cache
+def _kernel(
+    family: str, direction: str, dtype: torch.dtype, headdim: int, headdim_v: int
+) -> _Kernel | None:
+    """The smallest kernel that takes these head dimensions."""
+    wanted = (family, direction, _DTYPES.get(dtype))
+    rows = [row[3:] for row in _ROWS if row[:3] == wanted]
+    large_enough = {row[:2] for row in rows if row[0] >= headdim and row[1] >= headdim_v}
+    if not large_enough:
+        return None
+    smallest = min(large_enough, key=sum)
+    return _Kernel(*smallest, frozenset(row[2] for row in rows if row[:2] == smallest))
+
+
+def unsupported(problem: Attention, family: str, direction: str) -> str | None:
+    """Return why ``family`` cannot run this ("has no ..."), or None.
+
+    ``direction`` is "forward" or "backward".
+    """
+    dtype, headdim, headdim_v = problem.q.dtype, problem.headdim, problem.headdim_v
+    kernel = _kernel(family, direction, dtype, headdim, headdim_v)
+    if kernel is None:
+        built = {row[2:5] for row in _ROWS if row[:2] == (family, direction)}
+        names = ", ".join(f"{name} {most}/{most_v}" for name, most, most_v in sorted(built))
+        return (
+            f"has no {direction} kernel for {dtype} and head dimensions {headdim} of q and k, "
+            f"{headdim_v} of v (this build takes up to {names or 'none'})"
+        )
     if problem.block_table is not None:
         return "has no paged cache (block_table)"
-    if problem.seqused_k is not None or problem.leftpad_k is not None:
-        return "has no lengths of its own for each sequence (seqused_k, cache_seqlens, leftpad)"
-    if problem.cache_batch_idx is not None:
-        return "has no cache_batch_idx"
-    if problem.softcap != 0.0:
-        return "has no softcap"
-    if problem.alibi_slopes is not None:
-        return "has no alibi_slopes"
-    if problem.dropout_p != 0.0:
-        return "has no dropout"
-    if problem.s_aux is not None:
-        return "has no attention sinks (s_aux)"
-    if not (_is_aligned(q) and _is_aligned(k) and _is_aligned(v)):
-        return "has no q, k or v whose address or strides are not multiples of 16 bytes"
+    if direction == "backward" and problem.cache_batch_idx is not None:
+        return "has no backward with cache_batch_idx"
+    if len(kernel.features) < _FEATURE_SETS and _feature_set(problem) not in kernel.features:
+        return f"was built without the {_feature_set(problem)} kernel that this call needs"
     return None
 
 
@@ -66,40 +100,152 @@ def forward(
     out: Tensor | None = None,
     *,
     family: str,
-) -> tuple[Tensor, Tensor, None]:
-    """Return out and log-sum-exp of a problem that ``unsupported`` has nothing against.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what tiled.forward does, of a problem that ``unsupported`` has nothing against.
 
-    q, k and v are read in place, whatever their strides. ``rng_state`` and ``return_probs`` are of
-    no use without dropout.
+    q, k and v are read in place, whatever their strides.
     """
-    q, k = problem.q, problem.k
-    # The kernel writes 16 bytes at a time; an out that does not allow that is filled by a copy.
-    result = out
-    if result is None or not _is_aligned(result):
-        result = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if _is_empty(problem):
+        return tiled.forward(problem, rng_state, return_probs, out)
+    q = problem.q
+    if out is None:
+        out = q.new_empty(problem.out_shape)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-    if result.numel() == 0 or k.shape[1] == 0:  # nothing to launch
-        result.zero_()
+    if problem.cu_seqlens_q is not None:  # kernels leave alone the rows of no sequence
+        out.zero_()
         lse.fill_(-torch.inf)
+    s_aux = problem.s_aux
+    _C.forward(
+        **common_arguments(problem, rng_state, family, "forward"),
+        out=out,
+        lse=lse,
+        cache_batch_idx=_contiguous(problem.cache_batch_idx),
+        s_aux=None if s_aux is None else s_aux.float().contiguous(),
+    )
+    probs = tiled.signed_probabilities(problem, lse, rng_state) if return_probs else None
+    return out, lse, probs
+
+
+def backward(
+    problem: Attention,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rng_state: Tensor | None,
+    *,
+    family: str,
+) -> Tensor:
+    """Write dq, dk and dv; return delta. As tiled.backward; q, k and v are read in place."""
+    if _is_empty(problem):
+        return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
+    q = problem.q
+    arguments = common_arguments(problem, rng_state, family, "backward")
+    if problem.cu_seqlens_q is None:
+        row_tiles = problem.batch * -(-q.shape[1] // 16)
     else:
-        _C.forward(
-            family=family,
-            q=q,
-            k=k,
-            v=problem.v,
-            out=result,
-            lse=lse,
-            softmax_scale=problem.softmax_scale,
-            # Any int is a window, but the kernel's are 32 bits wide.
-            window_left=min(problem.window_left, k.shape[1]),
-            window_right=min(problem.window_right, q.shape[1]),
-            stream=torch._C._cuda_getCurrentRawStream(q.get_device()),
-        )
-    if out is not None and out is not result:
-        result = out.copy_(result)
-    return result, lse, None
+        row_tiles = q.shape[0] // 16 + problem.batch
+    dq_shape = (problem.nheads, row_tiles, 16 * arguments["kernel_headdim"])
+    dq_turn = None
+    if problem.options.deterministic:
+        dq_turn = q.new_zeros(dq_shape[:2], dtype=torch.int32)
+
+    # The kernels want rows without gaps, which dq, dk, dv, dout and the caller's out may lack.
+    written = [
+        x if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (dq, dk, dv)
+    ]
+    delta = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    # Kernels leave alone the rows of no sequence.
+    if problem.cu_seqlens_q is not None:
+        written[0].zero_()
+        delta.zero_()
+    if not (problem.cu_seqlens_k is problem.seqused_k is problem.leftpad_k is None):
+        written[1].zero_()
+        written[2].zero_()
+    _C.backward(
+        **arguments,
+        dout=_with_whole_rows(dout),
+        out=_with_whole_rows(out),
+        lse=lse.contiguous(),
+        dlse=_contiguous(dlse),
+        delta=delta,
+        dq=written[0],
+        dk=written[1],
+        dv=written[2],
+        dq_accum=q.new_zeros(dq_shape, dtype=torch.float32),
+        dq_turn=dq_turn,
+    )
+    for gradient, values in zip((dq, dk, dv), written, strict=True):
+        if values is not gradient:
+            gradient.copy_(values)
+    return delta
+
+
+def _is_empty(problem: Attention) -> bool:
+    """Whether there is nothing to launch: no query, or no key."""
+    return (
+        problem.max_seqlen_q == 0
+        or problem.max_seqlen_k == 0
+        or problem.q.numel() == 0
+        or problem.k.numel() == 0
+        or problem.batch == 0
+    )
+
+
+def common_arguments(
+    problem: Attention, rng_state: Tensor | None, family: str, direction: str
+) -> dict[str, Any]:
+    """The arguments that _C.forward and _C.backward share."""
+    q, k, v, options = problem.q, problem.k, problem.v, problem.options
+    kernel = _kernel(family, direction, q.dtype, problem.headdim, problem.headdim_v)
+    assert kernel is not None, "unsupported() was not asked"
+    # max_seqlen_q and max_seqlen_k decide how much is launched, and windows are 32 bits wide.
+    max_seqlen_q, max_seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
+    if problem.cu_seqlens_q is not None:
+        max_seqlen_q, max_seqlen_k = min(max_seqlen_q, q.shape[0]), min(max_seqlen_k, k.shape[0])
+    return {
+        "family": family,
+        "kernel_headdim": kernel.headdim,
+        "kernel_headdim_v": kernel.headdim_v,
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": _contiguous(problem.cu_seqlens_q),
+        "cu_seqlens_k": _contiguous(problem.cu_seqlens_k),
+        "seqused_k": _contiguous(problem.seqused_k),
+        "leftpad_k": _contiguous(problem.leftpad_k),
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "softmax_scale": problem.softmax_scale,
+        "window_left": min(options.window_left, max_seqlen_k),
+        "window_right": min(options.window_right, max_seqlen_q),
+        "softcap": options.softcap,
+        "alibi_slopes": _contiguous(problem.alibi_slopes),
+        "dropout_p": options.dropout_p,
+        "rng_state": rng_state,
+        "shared_memory": _shared_memory,
+        "stream": torch._C._cuda_getCurrentRawStream(q.get_device()),
+    }
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """x, copied only if its last dimension is not contiguous: the gradient of a sum, for one."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _feature_set(problem: Attention) -> str:
+    """Which kernels the extension will choose."""
+    extra = problem.softcap > 0 or problem.dropout_p > 0 or problem.alibi_slopes is not None
+    return "full" if extra or not all(map(_is_aligned, problem[:3])) else "plain"
 
 
 def _is_aligned(x: Tensor) -> bool:
-    batch, row, head, _ = x.stride()
-    return (batch | row | head) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in (*x.stride()[:-1], x.shape[-1]))

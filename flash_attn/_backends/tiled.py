@@ -70,7 +70,7 @@ def forward(
 
     result = all_out.rows.view(a.out_shape)
     lse = _lse_layout(a, all_lse.rows)
-    probs = _signed_probabilities(a, queries, keys, lse, rng_state) if return_probs else None
+    probs = signed_probabilities(a, lse, rng_state) if return_probs else None
     if out is not None:
         result = out.copy_(result)
     return result, lse, probs
@@ -126,6 +126,31 @@ def backward(
     dk.copy_(all_dk.rows.view(dk.shape))
     dv.copy_(all_dv.rows.view(dv.shape))
     return _lse_layout(a, all_delta.rows)
+
+
+@_plain_arithmetic
+def signed_probabilities(problem: Attention, lse: Tensor, rng_state: Tensor | None) -> Tensor:
+    """Return S_dmask: P (batch, nheads, seqlen_q, seqlen_k rounded up), negative where dropped."""
+    a = problem
+    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
+    shape = (a.batch, a.nheads, *probs_seqlens(a))
+    probs = torch.zeros(shape, dtype=a.q.dtype, device=a.q.device)
+    row_lse = _query_layout(lse)
+    for rows in _blocks(queries.max_length, _block(a)):
+        q = queries.read(a.q, rows)
+        tile_lse = _finite_lse(queries.read(row_lse, rows))
+        for cols in _visible_blocks(a, queries, keys, rows):
+            scores = _scores(a, queries, keys, q, keys.read(a.k, cols), rows, cols).masked
+            p = torch.exp(scores - tile_lse)
+            if rng_state is not None:
+                p = torch.where(_keep(a, rng_state, rows, cols), p, -p)
+            probs[:, :, rows.start : rows.stop, cols.start : cols.stop] = p
+    return probs
+
+
+def probs_seqlens(a: Attention) -> tuple[int, int]:
+    """Return the last two sizes of S_dmask: the sequence lengths, rounded up to 128."""
+    return -(-a.max_seqlen_q // 128) * 128, -(-a.max_seqlen_k // 128) * 128
 
 
 @_plain_arithmetic
@@ -393,30 +418,6 @@ def _initial_statistics(a: Attention, q: Tensor) -> tuple[Tensor, Tensor]:
     if a.s_aux is None:
         return q.new_full(shape, -torch.inf), q.new_zeros(shape)
     return a.s_aux.to(q.dtype)[:, None, None].expand(shape), q.new_ones(shape)
-
-
-def _signed_probabilities(
-    a: Attention, queries: _Sequences, keys: _Sequences, lse: Tensor, rng_state: Tensor | None
-) -> Tensor:
-    """Return P (batch, nheads, seqlen_q, seqlen_k rounded up), negative where dropped."""
-    shape = (a.batch, a.nheads, *probs_seqlens(a))
-    probs = torch.zeros(shape, dtype=a.q.dtype, device=a.q.device)
-    row_lse = _query_layout(lse)
-    for rows in _blocks(queries.max_length, _block(a)):
-        q = queries.read(a.q, rows)
-        tile_lse = _finite_lse(queries.read(row_lse, rows))
-        for cols in _visible_blocks(a, queries, keys, rows):
-            scores = _scores(a, queries, keys, q, keys.read(a.k, cols), rows, cols).masked
-            p = torch.exp(scores - tile_lse)
-            if rng_state is not None:
-                p = torch.where(_keep(a, rng_state, rows, cols), p, -p)
-            probs[:, :, rows.start : rows.stop, cols.start : cols.stop] = p
-    return probs
-
-
-def probs_seqlens(a: Attention) -> tuple[int, int]:
-    """Return the last two sizes of S_dmask: the sequence lengths, rounded up to 128."""
-    return -(-a.max_seqlen_q // 128) * 128, -(-a.max_seqlen_k // 128) * 128
 
 
 # ---- which tiles ---------------------------------------------------------------------------------
