@@ -12,8 +12,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -21,11 +19,11 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.report import ROOT, results_folder, today, versions
+
 HASHED_FOLDERS = ("csrc", "flash_attn", "tests")
 
 
@@ -101,37 +99,12 @@ def run_tests() -> tuple[int, Counter[str]]:
         return status, count_outcomes(report)
 
 
-def output_of(*command: str) -> str | None:
-    """What a command prints, stripped; None where it is missing or fails."""
-    try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()
-
-
-def versions() -> dict[str, str | None]:
-    """What the figures depend on; ``commit`` is None where the tree came without its history."""
-    import torch
-
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    nvcc = output_of("nvcc", "--version")
-    return {
-        "driver": driver and driver.splitlines()[0],
-        "nvcc": nvcc and nvcc.splitlines()[-1],
-        "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
-    }
-
-
 def check() -> int:
     """Run the tests and the smoke benchmark, write the record; the exit status."""
     import torch
 
     import flash_attn
-    from benchmarks import forward, host_time
+    from benchmarks import attention, host_time, providers
 
     if not torch.cuda.is_available():
         raise SystemExit("gpu-check needs a CUDA device and torch sees none: nothing is recorded")
@@ -140,24 +113,25 @@ def check() -> int:
         raise SystemExit("gpu-check needs the compiled kernels (`make build`): nothing is recorded")
 
     device_name = torch.cuda.get_device_name()
-    gpu = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
-    path = ROOT / "benchmarks" / "results" / gpu / "check.json"
+    path = results_folder(device_name) / "check.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # a check that dies half-way leaves no record, not an older one
 
+    everyone = providers.find_providers()
+    compared = {name: everyone[name] for name in attention.SMOKE_PROVIDERS}
     started = time.perf_counter()
     tree = tree_hash(ROOT)
     status, outcomes = run_tests()
     record: dict[str, Any] = {
         "tree_hash": tree,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": today(),
         "device": device_name,
         "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
         "backends": backends,
         "versions": versions(),
         "pytest_status": status,
         **outcomes,
-        "forward": forward.measure(forward.SMOKE_CASES),
+        "attention": [attention.measure(case, compared) for case in attention.SMOKE["cuda"]],
         "host_time_us": host_time.measure(),
         "wall_time_s": round(time.perf_counter() - started, 1),
     }

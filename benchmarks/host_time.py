@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
+from flash_attn import _arguments
 from flash_attn._backends import cuda
 
 ROUNDS = 50
@@ -36,18 +37,12 @@ def candidates() -> dict[str, Callable[[], object]]:
     if cuda.available():
         from flash_attn import _C
 
-        stream = torch.cuda.current_stream().cuda_stream
+        options = _arguments.options(0.0, None, False, -1, -1, 0.0, False)
+        arguments = cuda.common_arguments(
+            _arguments.dense(q, k, v, options, None), None, "sm80", "forward"
+        )
         found["_C.forward alone"] = lambda: _C.forward(
-            family="sm80",
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            lse=lse,
-            softmax_scale=0.125,
-            window_left=-1,
-            window_right=-1,
-            stream=stream,
+            **arguments, out=out, lse=lse, cache_batch_idx=None, s_aux=None
         )
     return found
 

@@ -1,0 +1,138 @@
+"""What benchmarks write: records below ``benchmarks/results/<gpu>/``, and progress on stderr.
+
+Needs no installed package to be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("sm80", "tiled")  # the backends of this library, best first
+
+# One case: plain values, and dicts of figures by provider.
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+def results_folder(device_name: str) -> Path:
+    """Where the records of a GPU lie: "NVIDIA H200" gives ``benchmarks/results/nvidia-h200``."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return ROOT / "benchmarks" / "results" / slug
+
+
+def device_name() -> str:
+    """Name of the current GPU; "CPU" without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def today() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
+
+
+def versions() -> dict[str, str | int | None]:
+    """What the figures depend on; ``commit`` is None where the tree came without its history."""
+    import torch
+
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    nvcc = output_of("nvcc", "--version")
+    return {
+        "driver": driver and driver.splitlines()[0],
+        "nvcc": nvcc and nvcc.splitlines()[-1],
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
+    }
+
+
+def output_of(*command: str) -> str | None:
+    """What a command prints, stripped; None where it is missing or fails."""
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add what says where to write."""
+    folder = results_folder(device_name())
+    add = parser.add_argument
+    add("--output", default=name, metavar="NAME", help="of the files")
+    add("--folder", type=Path, default=folder, help="where they are written")
+    add("--replot", type=Path, metavar="JSON", help="measure nothing: draw this record again")
+
+
+def record(stem: Path, arguments: argparse.Namespace, rows: Iterable[Row]) -> Iterator[Row]:
+    """Pass rows on; those so far are in ``stem``.json and .csv, also if the run is cut short."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    given = {k: v for k, v in vars(arguments).items() if k not in ("output", "folder", "replot")}
+    environment = {"device": device_name(), "date": today(), **versions(), "arguments": given}
+    written: list[Row] = []
+    for row in rows:
+        written.append(row)
+        text = json.dumps({"environment": environment, "rows": written}, indent=2)
+        stem.with_suffix(".json").write_text(text + "\n")
+        write_csv(stem.with_suffix(".csv"), written)
+        yield row
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write one line for each case and provider."""
+    lines = []
+    for row in rows:
+        values = {name: value for name, value in row.items() if not isinstance(value, dict)}
+        figures = {name: value for name, value in row.items() if isinstance(value, dict)}
+        for provider in dict.fromkeys(
+            key for by_provider in figures.values() for key in by_provider
+        ):
+            of_provider = {name: figures[name].get(provider, "") for name in figures}
+            lines.append({**values, "provider": provider, **of_provider})
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0] if lines else [])
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def with_progress(
+    function: Callable[[T], Row], items: Sequence[T], label: Callable[[T], str]
+) -> Iterator[Row]:
+    """Yield the function's rows; a bar on stderr, or a line each where that is no terminal."""
+    for done, item in enumerate(items):
+        bar = "#" * (20 * done // len(items))
+        line = f"[{bar:.<20}] {done}/{len(items)}  {label(item)}"
+        terminal = sys.stderr.isatty()
+        print(line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        row = function(item)
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)  # erases the line
+        yield row
+
+
+def print_cells(cells: dict[str, str], head: bool) -> None:
+    """Print one line of a table, after its header where ``head``."""
+    for texts in [list(cells), list(cells.values())] if head else [list(cells.values())]:
+        line = (text.rjust(max(len(name), 7)) for name, text in zip(cells, texts, strict=True))
+        print(*line, sep="  ", flush=True)
+
+
+def print_skipped(rows: Iterable[Row]) -> None:
+    """Print once each reason for which a provider was skipped."""
+    reasons = Counter(pair for row in rows for pair in row["skipped"].items())
+    for (provider, reason), count in reasons.items():
+        print(f"skipped {provider} in {count} cases: {reason}")
