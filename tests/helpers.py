@@ -13,12 +13,37 @@ from oracle import Attention, Storage, assert_matches_oracle
 from torch import Tensor
 
 import flash_attn
+from flash_attn import _backends
 from flash_attn._backends.philox import dropout_keep_mask
-from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
+from flash_attn.flash_attn_interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
 
 NAN = float("nan")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DROPOUT_SEED = 7
+
+
+def kernels_forced() -> bool:
+    return _backends._forced not in (None, "tiled")
+
+
+def covered(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """Those of the dtypes that the backend under test takes."""
+    return [dtype for dtype in dtypes if dtype.itemsize == 2 or not kernels_forced()]
+
+
+def covered_pages(*sizes: int | None) -> list[int | None]:
+    """Those of the page sizes, None for keys that are not paged."""
+    return [size for size in sizes if size is None or not kernels_forced()]
+
+
+def default_dtype() -> torch.dtype:
+    """The most exact dtype of the backend under test, of float32 and bfloat16."""
+    return covered([torch.float32, torch.bfloat16])[0]
 
 
 def dtype_name(value: Any) -> str | None:
@@ -51,6 +76,17 @@ def guarded(x: Tensor, margin: int = 3) -> Tensor:
     return inside
 
 
+def misaligned(x: Tensor) -> Tensor:
+    """`guarded`, with odd strides and an odd first element: nothing to move 16 bytes at a time."""
+    around = guarded(torch.nn.functional.pad(x, (1, 2 + x.shape[-1] % 2), value=NAN))
+    return around[..., 1 : 1 + x.shape[-1]]
+
+
+def contiguous_but_shifted(x: Tensor) -> Tensor:
+    """A copy of x, contiguous, whose first element is the second of its storage."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
 def assert_guard_intact(x: Tensor) -> None:
     """Fail if anything around a view from `guarded` was written."""
     around = x._base.clone()
@@ -71,11 +107,12 @@ def dense(
     nheads_kv: int = 2,
     headdim: int = 32,
     headdim_v: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     device: str = "cpu",
     **options: Any,
 ) -> Attention:
     """A random dense problem."""
+    dtype = dtype or default_dtype()
     q = randn(batch, seqlen_q, nheads, headdim, dtype=dtype, device=device)
     k = randn(batch, seqlen_k, nheads_kv, headdim, dtype=dtype, device=device)
     v = randn(batch, seqlen_k, nheads_kv, headdim_v or headdim, dtype=dtype, device=device)
@@ -105,26 +142,26 @@ LAYOUTS: dict[str, Callable[..., Attention]] = {
 }
 
 
-def beyond_int32(far: str, device: str) -> Attention:
-    """q, k and v whose last batch row, sequence row or head is over 2^31 elements from the first.
+def skip_without_memory(gibibytes: int) -> None:
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
 
-    Skips the test where the 5 GiB for each of the three are not free.
+
+def beyond_int32(far: str, x: Tensor) -> Tensor:
+    """A copy of x whose last batch row, sequence row or head is 2^31 elements from the first.
+
+    It takes 4 to 5 GiB.
     """
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of free GPU memory")
-    sizes = {"batch": 2, "rows": 70, "heads": 2}
-    strides = {"batch": 2 * 70 * 64, "rows": 2 * 64, "heads": 64}
-    strides[far] = -(-(2**31 + 64) // (sizes[far] - 1) // 64) * 64
+    sizes = dict(zip(("batch", "rows", "heads"), x.shape, strict=False))
+    dim = x.shape[-1]
+    strides = dict(zip(sizes, x.contiguous().stride(), strict=False))
+    strides[far] = -(-(2**31 + dim) // (sizes[far] - 1) // dim) * dim
     if far == "rows":  # heads and batches lie within the long way from row to row
-        strides |= {"heads": 64, "batch": 2 * 64}
-
-    def spread() -> Tensor:
-        shape, stride = (*sizes.values(), 64), (*strides.values(), 1)
-        reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        x = torch.empty(reach, dtype=torch.bfloat16, device=device).as_strided(shape, stride)
-        return x.copy_(torch.randn(shape, device=device))
-
-    return Attention(spread(), spread(), spread(), causal=True)
+        strides |= {"heads": dim, "batch": sizes["heads"] * dim}
+    stride = (*strides.values(), 1)
+    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, stride, strict=True))
+    return x.new_empty(reach).as_strided(x.shape, stride).copy_(x)
 
 
 def random_pages(batch: int, pages_of_sequence: int, device: str = "cpu") -> Tensor:
@@ -181,7 +218,7 @@ def options_of(problem: Attention) -> dict[str, Any]:
 
 
 def max_seqlen(cu_seqlens: Tensor) -> int:
-    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+    return max(0, int(cu_seqlens.long().diff().max())) if len(cu_seqlens) > 1 else 0
 
 
 def layout_of(problem: Attention) -> tuple[Tensor, Tensor, int, int]:
@@ -245,6 +282,34 @@ def with_dropout_mask(problem: Attention) -> Attention:
     return replace(problem, keep=dropout_keep_mask(rng_state, problem.dropout_p, *shape))
 
 
+def private_backward(
+    problem: Attention,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor | None = None,
+    place: Callable[[Tensor], Tensor] = guarded,
+    deterministic: bool = False,
+) -> dict[str, Tensor]:
+    """dq, dk, dv, written into what `place` makes of tensors of NaN, and delta."""
+    grads = {
+        f"d{name}": place(torch.full_like(x, NAN, memory_format=torch.contiguous_format))
+        for name, x in (("q", problem.q), ("k", problem.k), ("v", problem.v))
+    }
+    arguments = [dout, problem.q, problem.k, problem.v, out, lse, *grads.values()]
+    options = [problem.dropout_p, problem.scale, problem.causal, *problem.window_size]
+    options += [problem.softcap, problem.alibi_slopes, deterministic, rng_state]
+    if problem.cu_seqlens_q is None:
+        delta = _flash_attn_backward(*arguments, *options)
+    else:
+        lengths = {"seqused_k": problem.storage.seqused, "leftpad_k": problem.storage.leftpad}
+        delta = _flash_attn_varlen_backward(*arguments, *layout_of(problem), *options, **lengths)
+    if place in (guarded, misaligned):
+        for grad in grads.values():
+            assert_guard_intact(grad)
+    return grads | {"delta": delta}
+
+
 def poisoned_outside(x: Tensor, problem: Attention) -> Tensor:
     """x, shaped like q but for the last dimension, with NaN in the rows of no sequence."""
     inside = torch.zeros(x.shape[:-2], dtype=torch.bool, device=x.device)
@@ -273,9 +338,9 @@ def run(problem: Attention, backward: bool = True, **more: Any) -> tuple[dict[st
     return results, {"dout": dout, "dlse": dlse}
 
 
-def check(problem: Attention, backward: bool = True) -> None:
+def check(problem: Attention, backward: bool = True, **more: Any) -> None:
     """Run forward and backward through the public function and compare with the oracle."""
     problem = with_dropout_mask(problem)
-    results, upstream = run(problem, backward)
+    results, upstream = run(problem, backward, **more)
     assert results["out"].dtype == problem.q.dtype
     assert_matches_oracle(results, problem, **upstream)

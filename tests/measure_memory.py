@@ -17,6 +17,7 @@ import torch
 import flash_attn
 
 NHEADS, HEADDIM = 1, 64
+DTYPES = {"tiled": torch.float32, "sm80": torch.bfloat16}
 LENGTHS = [4096, 8192, 16384]
 
 
@@ -42,17 +43,18 @@ def peak(device: str) -> float:
     return resident_kib("VmHWM") / 2**10
 
 
-def measure_here(seqlen: int, device: str) -> float:
-    """MiB that a causal forward and backward over seqlen tokens in float32 take beside q, k, v."""
+def measure_here(seqlen: int, device: str, backend: str) -> float:
+    """MiB that a causal forward and backward over seqlen tokens take beside q, k, v."""
 
     def leaves(seqlen: int) -> list[torch.Tensor]:
         shape = (1, seqlen, NHEADS, HEADDIM)
-        return [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+        made = [torch.randn(shape, dtype=DTYPES[backend], device=device) for _ in range(3)]
+        return [x.requires_grad_() for x in made]
 
     def step(inputs: list[torch.Tensor]) -> None:
         flash_attn.flash_attn_func(*inputs, causal=True).sum().backward()
 
-    with flash_attn.use_backend("tiled"):
+    with flash_attn.use_backend(backend):
         step(leaves(256))  # what the first call loads is not the attention's
         inputs = leaves(seqlen)
         before = used_and_reset_peak(device)
@@ -60,11 +62,11 @@ def measure_here(seqlen: int, device: str) -> float:
     return peak(device) - before
 
 
-def peak_mib(seqlen: int, device: str = "cpu") -> float:
+def peak_mib(seqlen: int, device: str, backend: str) -> float:
     """``measure_here`` in a fresh process."""
     paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     result = subprocess.run(
-        [sys.executable, __file__, "--device", device, "--here", str(seqlen)],
+        [sys.executable, __file__, "--device", device, "--backend", backend, "--here", str(seqlen)],
         check=True,
         capture_output=True,
         text=True,
@@ -77,18 +79,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("lengths", nargs="*", type=int, default=LENGTHS)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--backend", default="tiled", choices=list(DTYPES))
     parser.add_argument("--here", action="store_true", help="measure one length, print a number")
     arguments = parser.parse_args()
+    where = arguments.device, arguments.backend
     if arguments.here:
-        print(measure_here(arguments.lengths[0], arguments.device))
+        print(measure_here(arguments.lengths[0], *where))
         return
-    print(f"tiled forward + backward on {arguments.device}, {NHEADS} x {HEADDIM}, float32, causal")
+    print(f"forward + backward, {' '.join(where)}, {NHEADS} x {HEADDIM}, causal")
     print("tokens   peak MiB   one N x N matrix of float32, MiB")
     for seqlen in arguments.lengths:
         matrix = seqlen**2 * 4 / 2**20
-        print(
-            f"{seqlen:6d}   {peak_mib(seqlen, arguments.device):8.1f}   {matrix:8.0f}", flush=True
-        )
+        print(f"{seqlen:6d}   {peak_mib(seqlen, *where):8.1f}   {matrix:8.0f}", flush=True)
 
 
 if __name__ == "__main__":

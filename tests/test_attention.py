@@ -15,6 +15,7 @@ from helpers import (
     assert_guard_intact,
     call,
     check,
+    covered,
     dense,
     dtype_name,
     guarded,
@@ -74,7 +75,7 @@ def test_varlen_windows_across_tiles(device, left, right):
 
 @pytest.mark.parametrize("headdim, headdim_v", [(1, 1), (8, 24), (40, 64), (64, 40), (128, 128)])
 def test_head_dims(device, headdim, headdim_v):
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in covered([torch.bfloat16, torch.float32]):
         check(dense(headdim=headdim, headdim_v=headdim_v, dtype=dtype, device=device, causal=True))
 
 
@@ -152,7 +153,7 @@ def test_varlen_strides(device):
     problem = varlen([9, 14], [17, 14], 4, 4, 16, device=device, causal=True)
     q, k, v = (guarded(x) for x in (problem.q, problem.k, problem.v))
     check(replace(problem, q=q, k=k, v=v))
-    packed = randn(31, 3, 4, 16, device=device)
+    packed = randn(31, 3, 4, 16, dtype=problem.q.dtype, device=device)
     q, k, v = packed.unbind(1)
     check(replace(problem, q=q, k=k, v=v))
 
@@ -294,7 +295,7 @@ def test_upstream_gradients_of_any_strides(device):
     problem = dense(device=device)
     q = problem.q.requires_grad_()
     out = call(problem)
-    dout = randn(2, 2, 33, 32, device=device).transpose(1, 2)
+    dout = randn(2, 2, 33, 32, dtype=out.dtype, device=device).transpose(1, 2)
     for strided in (dout, dout[..., :1].expand_as(out), out.new_ones(()).expand_as(out)):
         (dq,) = torch.autograd.grad(out, q, strided, retain_graph=True)
         (expected,) = torch.autograd.grad(out, q, strided.contiguous(), retain_graph=True)
@@ -360,6 +361,6 @@ def test_lengths_beyond_the_tensor_are_clamped(device):
 
 def test_large_logits(device):
     """Online softmax has to survive scores that overflow exp."""
-    problem = dense(1, 130, 260, dtype=torch.float32, device=device, softmax_scale=1.0)
+    problem = dense(1, 130, 260, device=device, softmax_scale=1.0)
     problem.q *= 30
     check(problem)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -47,10 +48,13 @@ def test_table(build_support: ModuleType) -> None:
 def test_filter(build_support: ModuleType) -> None:
     every = names(build_support, FLASH_ATTN_CUDA_ARCHS="80")
     assert every and all(name.startswith("sm80_") for name in every)
-    assert names(build_support, FLASH_ATTN_ONLY="bf16_d64") == ["sm80_forward_bf16_d64_plain"]
-    assert names(build_support, FLASH_ATTN_ONLY="fp16*d64, bf16*d128") == [
-        "sm80_forward_fp16_d64_plain",
-        "sm80_forward_bf16_d128_plain",
+    assert names(build_support, FLASH_ATTN_ONLY="forward_bf16_d64") == [
+        "sm80_forward_bf16_d64_plain",
+        "sm80_forward_bf16_d64_full",
+    ]
+    assert names(build_support, FLASH_ATTN_ONLY="forw*fp16*d192v128_p, backw*bf16*d128_f") == [
+        "sm80_forward_fp16_d192v128_plain",
+        "sm80_backward_bf16_d128_full",
     ]
 
 
@@ -80,6 +84,11 @@ def test_switches(build_support: ModuleType) -> None:
     for bad in ("0", "-1", "two", "1.5"):
         with pytest.raises(build_support.BuildError, match="MAX_JOBS"):
             build_support.job_count({"MAX_JOBS": bad})
+
+
+def key(row: Any) -> tuple[Any, ...]:
+    """A row of INSTANTIATIONS as _C.instantiations() has it."""
+    return row.family, row.direction, row.dtype, *row.headdims, row.features
 
 
 def fake_nvcc(folder: Path, release: str) -> Path:
@@ -116,6 +125,41 @@ def test_times_follow_content(build_support: ModuleType, tmp_path: Path) -> None
     assert source.stat().st_mtime_ns > 10**18
 
 
+def test_slow_kernels_are_compiled_first(build_support: ModuleType) -> None:
+    manifest = build_support.ninja_manifest(list(build_support.INSTANTIATIONS), "cpython-311")
+    order = re.findall(r"kernel build/generated/(\w+)\.cu", manifest)
+    assert sorted(order) == sorted(names(build_support))
+    assert order[0].endswith("d256_full") and "backward" in order[0]
+    assert order[-1].endswith("d32_plain") and "forward" in order[-1]
+
+
+def test_ptxas_reports(build_support: ModuleType, tmp_path: Path) -> None:
+    part = """\
+ptxas info    : Compiling entry function '{0}' for '{1}'
+ptxas info    : Function properties for {0}
+    16 bytes stack frame, {2} bytes spill stores, {3} bytes spill loads
+ptxas info    : Used {4} registers, used 1 barriers, 528 bytes cmem[0]
+"""
+    text = part.format("_Z1f", "sm_80", 0, 0, 255) + part.format("_Z1g", "sm_90a", 8, 12, 40)
+    (tmp_path / "kernel.txt").write_text("ptxas info    : 0 bytes gmem\n" + text)
+    assert build_support.read_ptxas_reports(tmp_path) == [
+        build_support.PtxasReport("kernel", "_Z1f", "sm_80", 255, 0),
+        build_support.PtxasReport("kernel", "_Z1g", "sm_90a", 40, 20),
+    ]
+
+
+@built
+def test_plain_kernels_do_not_spill(build_support: ModuleType) -> None:
+    rows = set(cuda._C.instantiations())
+    table = build_support.INSTANTIATIONS
+    plain = {row.name for row in table if row.features == "plain" and key(row) in rows}
+    reports = [report for report in build_support.read_ptxas_reports() if report.file in plain]
+    if {report.file for report in reports} != plain:
+        pytest.skip("built elsewhere: build/ptxas has not every kernel's report")
+    if spilling := [str(report) for report in reports if report.spilled]:
+        pytest.fail("\n".join(["plain kernels spill:", *spilling]), pytrace=False)
+
+
 @built
 def test_imports_without_a_driver() -> None:
     code = "import flash_attn._C as c; print(len(c.instantiations()))"
@@ -136,7 +180,7 @@ def test_links_neither_torch_nor_cudart() -> None:
 
 @built
 def test_extension_has_the_table(build_support: ModuleType) -> None:
-    table = {(r.family, r.dtype, r.headdim, r.features) for r in build_support.INSTANTIATIONS}
+    table = set(map(key, build_support.INSTANTIATIONS))
     rows = cuda._C.instantiations()
     assert len(set(rows)) == len(rows)
     if set(rows) != table:
@@ -144,37 +188,86 @@ def test_extension_has_the_table(build_support: ModuleType) -> None:
         pytest.skip(f"built with a filter: {len(rows)} of {len(table)} kernels")
 
 
-def boundary_call(**changes: object) -> None:
-    q = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
-    k = torch.zeros(2, 7, 2, 64, dtype=torch.bfloat16)
-    arguments = {"family": "sm80", "q": q, "k": k, "v": k, "out": q, "lse": torch.zeros(2, 4, 5)}
-    options = {"softmax_scale": 0.1, "window_left": -1, "window_right": -1, "stream": 0}
-    cuda._C.forward(**{**arguments, **options, **changes})  # type: ignore[arg-type]
+OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "alibi_slopes", "rng_state")
+NUMBERS = {
+    "max_seqlen_q": 5,
+    "max_seqlen_k": 7,
+    "softmax_scale": 0.1,
+    "window_left": -1,
+    "window_right": -1,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "shared_memory": 0,
+    "stream": 0,
+}
+
+
+def boundary_call(direction: str, device: str, **changes: Any) -> None:
+    """A call of the extension with tensors of zeros, some of them not as they should be."""
+    q = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16, device=device)
+    k = torch.zeros(2, 7, 2, 64, dtype=torch.bfloat16, device=device)
+    lse = torch.zeros(2, 4, 5, device=device)
+    arguments = {"family": "sm80", "kernel_headdim": 64, "kernel_headdim_v": 64, **NUMBERS}
+    arguments |= {"q": q, "k": k, "v": k, "out": q, "lse": lse, **dict.fromkeys(OPTIONAL)}
+    if direction == "forward":
+        arguments |= {"cache_batch_idx": None, "s_aux": None}
+    else:
+        arguments |= {"dout": q, "delta": lse, "dlse": None, "dq": q, "dk": k, "dv": k}
+        arguments |= {"dq_accum": torch.zeros(4, 2, 1024, device=device), "dq_turn": None}
+    changes = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in changes.items()}
+    getattr(cuda._C, direction)(**arguments | changes)
 
 
 @built
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_boundary_on_the_cpu(direction: str) -> None:
+    with pytest.raises(ValueError, match="q: on the CPU; accepted: a CUDA tensor"):
+        boundary_call(direction, "cpu")
+    with pytest.raises(TypeError, match="q: torch.Tensor"):
+        boundary_call(direction, "cpu", q=[1.0])
+
+
+BF16 = torch.zeros(4000, dtype=torch.bfloat16)
+
+
+@built
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({}, "q: on the CPU|built with FLASH_ATTN_ONLY"),
-        ({"q": torch.zeros(5, 4, 64).bfloat16()}, r"^q: got shape \(5, 4, 64\)"),
-        ({"k": torch.zeros(2, 7, 2, 64).half()}, "^k: .* dtype fp16.* accepted: .* dtype bf16"),
-        ({"k": torch.zeros(2, 7, 2, 128).bfloat16()}, r"^k: .*accepted: shape \(2, 7, 2, 64\)"),
-        ({"v": torch.zeros(2, 8, 2, 64).bfloat16()}, r"^v: .*accepted: shape \(2, 7, 2, 64\)"),
-        ({"v": torch.zeros(2, 7, 64, 2).bfloat16().mT}, "^v: .*last stride 1"),
-        ({"out": torch.zeros(641 * 4).bfloat16()[1:2561].view(2, 5, 4, 64)}, "^out: .*16 bytes"),
-        ({"out": torch.zeros(2, 5, 4, 68).bfloat16()[..., :64]}, "^out: .*16 bytes"),
+        ({"q": BF16[:1280].view(5, 4, 64)}, r"^q, k, v: got shapes \(5, 4, 64\)"),
+        ({"k": BF16[:1792].view(2, 7, 2, 64).half()}, "^k: .*dtype fp16.*accepted: .*dtype bf16"),
+        ({"k": BF16[:3584].view(2, 7, 2, 128)}, r"^k: .*accepted: shape \(2, 7, 2, 64\)"),
+        ({"v": BF16[:1792].view(2, 7, 64, 2).mT}, "^v: .*last stride 1"),
+        ({"out": BF16[:2560].view(2, 5, 64, 4).mT}, "^out: .*last stride 1"),
         ({"lse": torch.zeros(2, 5, 4).mT}, "^lse: .*contiguous"),
         ({"lse": torch.zeros(2, 4, 5).double()}, "^lse: .*dtype other"),
-        ({"family": "sm70"}, "no sm70 forward kernel for bf16, headdim 64.* this build has sm80/"),
+        ({"cu_seqlens_q": torch.zeros(3).int()}, "^q, k, v: .*3 dimensions where packed"),
+        ({"seqused_k": torch.zeros(3).int()}, r"^seqused_k: .*accepted: shape \(2\), dtype int32"),
+        ({"leftpad_k": torch.zeros(2).long()}, "^leftpad_k: .*dtype int64.*dtype int32"),
+        ({"alibi_slopes": torch.zeros(2, 2)}, r"^alibi_slopes: .*accepted: shape \(2, 4\)"),
+        ({"family": "sm70"}, "^no forward kernel sm70/bf16/64/64/plain"),
+        ({"kernel_headdim": 32}, "kernel sm80/bf16/32/64/plain for head dimensions 64 and 64"),
     ],
 )
-def test_boundary_checks(changes: dict[str, object], message: str) -> None:
+def test_boundary_checks(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        boundary_call(**changes)
+        boundary_call("forward", "cuda", **changes)
 
 
 @built
-def test_boundary_types() -> None:
-    with pytest.raises(TypeError, match="q: torch.Tensor"):
-        boundary_call(q=[1.0])
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dout": BF16[:2560].view(2, 5, 64, 4).mT}, "^dout: .*last stride 1"),
+        ({"dk": BF16[:1280].view(1, 5, 4, 64)}, r"^dk: .*accepted: shape \(2, 7, 2, 64\)"),
+        ({"dlse": torch.zeros(2, 5, 4).mT}, "^dlse: .*contiguous"),
+        ({"dq_accum": torch.zeros(4, 1, 1024)}, r"^dq_accum: .*accepted: shape \(4, 2, 1024\)"),
+        ({"dq_turn": torch.zeros(4, 1).int()}, r"^dq_turn: .*accepted: shape \(4, 2\)"),
+        ({"family": "sm70"}, "^no backward kernel sm70/bf16/64/64/plain"),
+    ],
+)
+def test_boundary_checks_of_the_backward(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        boundary_call("backward", "cuda", **changes)

@@ -8,11 +8,16 @@ from typing import Any
 import test_kvcache
 import torch
 from helpers import (
+    DTYPES,
     check,
+    covered,
+    covered_pages,
     dense,
     guarded,
     int32,
+    poisoned_outside,
     poisoned_outside_keys,
+    private_backward,
     private_forward,
     random_pages,
     varlen,
@@ -22,7 +27,6 @@ from hypothesis import strategies as st
 from oracle import Attention, assert_matches_oracle
 
 LENGTH = st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 150]))
-DTYPE = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 
 
 @st.composite
@@ -34,8 +38,13 @@ def heads(draw: st.DrawFn) -> dict[str, Any]:
         "nheads_kv": nheads_kv,
         "headdim": headdim,
         "headdim_v": draw(st.sampled_from([headdim, 8, 32])),
-        "dtype": draw(DTYPE),
+        "dtype": draw(st.sampled_from(covered(DTYPES))),
     }
+
+
+@st.composite
+def page_size(draw: st.DrawFn, *sizes: int) -> int | None:
+    return draw(st.sampled_from(covered_pages(None, *sizes)))
 
 
 SIDE = st.one_of(st.just(-1), st.integers(0, 20), st.sampled_from([63, 64, 128]))
@@ -104,7 +113,7 @@ def test_varlen(device, lengths, slack, shape, chosen, strided, seed):
 
 @given(
     lengths=st.lists(st.tuples(LENGTH, LENGTH, LENGTH), min_size=1, max_size=4),
-    page_size=st.sampled_from([None, 1, 5, 16, 64]),
+    page_size=page_size(1, 5, 16, 64),
     shape=heads(),
     chosen=OPTIONS,
     seed=SEED,
@@ -131,14 +140,19 @@ def test_varlen_with_lengths_within(device, lengths, page_size, shape, chosen, s
         )
     problem = poisoned_outside_keys(replace(problem, storage=storage))
     out, lse, *_ = private_forward(problem)
-    assert_matches_oracle({"out": out, "lse": lse}, problem)
+    results, dout = {"out": out, "lse": lse}, None
+    if not page_size:
+        dout = poisoned_outside(torch.randn_like(out), problem)
+        results |= private_backward(problem, dout, out, lse)
+        del results["delta"]
+    assert_matches_oracle(results, problem, dout)
 
 
 @given(
     lengths=st.lists(st.integers(-1, 150), min_size=1, max_size=4),
     seqlens=st.tuples(st.integers(1, 5), st.integers(0, 4)),
     slack=st.integers(0, 20),
-    where=st.one_of(st.sampled_from(["dense", "slots"]), st.sampled_from([1, 7, 16, 64, 256])),
+    where=st.one_of(st.just("slots"), page_size(1, 7, 16, 64, 256)),
     padded=st.booleans(),
     rotary=st.tuples(st.sampled_from([0, 2, 8]), st.booleans()),
     shape=heads(),

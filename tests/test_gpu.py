@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from helpers import NAN, beyond_int32, call, captured, dense, int32, varlen
+from conftest import backend_params
+from helpers import NAN, call, captured, dense, int32, layout_of, varlen
 from oracle import assert_close_to_oracle, assert_matches_oracle, expect
 from test_kvcache import call as call_kvcache
 from test_kvcache import decode
 from torch import Tensor
 
-from flash_attn import flash_attn_varlen_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.gpu
 
@@ -43,8 +45,9 @@ def test_graph_of_decoding(page_size, rotary_dim):
             problem.storage.block_table.copy_(keep)
 
 
-def test_graph_draws_another_mask_each_time():
-    problem = dense(2, 100, 100, device="cuda", dropout_p=0.5)
+@pytest.mark.parametrize("device", backend_params("cuda-tiled", "cuda-sm80"), indirect=True)
+def test_graph_draws_another_mask_each_time(device):
+    problem = dense(2, 100, 100, device=device, dropout_p=0.5)
     graph, out = captured(lambda: call(problem))
     graph.replay()
     first = out.clone()
@@ -52,9 +55,10 @@ def test_graph_draws_another_mask_each_time():
     assert not torch.equal(out, first)
 
 
-def test_graph_of_varlen_follows_the_lengths():
+@pytest.mark.parametrize("device", backend_params("cuda-tiled", "cuda-sm80"), indirect=True)
+def test_graph_of_varlen_follows_the_lengths(device):
     """Lengths are read on the device, when the graph runs."""
-    problem = varlen([40, 20], [40, 20], device="cuda", causal=True, slack=0)
+    problem = varlen([40, 20], [40, 20], device=device, causal=True, slack=0)
     bounds = problem.cu_seqlens_q, problem.storage.cu_seqlens
     graph, out = captured(
         lambda: flash_attn_varlen_func(
@@ -68,33 +72,40 @@ def test_graph_of_varlen_follows_the_lengths():
         assert_matches_oracle({"out": out}, problem)
 
 
-def test_graph_of_training():
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize("device", backend_params("cuda-default", "cuda-sm80"), indirect=True)
+def test_graph_of_training(device, layout, deterministic):
     """Forward and backward in one graph."""
-    problem = dense(2, 100, 100, headdim=64, dtype=torch.bfloat16, device="cuda", causal=True)
+    options = {"headdim": 64, "dtype": torch.bfloat16, "device": device, "causal": True}
+    more = {"causal": True, "return_attn_probs": True, "deterministic": deterministic}
+    if layout == "dense":
+        problem = dense(2, 300, 300, 4, 2, **options)
+        function = partial(flash_attn_func, **more)
+    else:
+        problem = varlen([100, 200], [150, 150], 4, 2, slack=0, **options)
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        bounds = dict(zip(names, layout_of(problem), strict=True))
+        function = partial(flash_attn_varlen_func, **bounds, **more)
     leaves = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
     dout = torch.randn_like(problem.q)
 
-    def step() -> Tensor:
-        return torch.stack(torch.autograd.grad(call(problem), leaves, dout))
+    def step() -> list[Tensor]:
+        out, lse, _ = function(*leaves)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     stream = torch.cuda.Stream()  # autograd wants its warm-up on a side stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    graph, grads = captured(step)
-    with torch.no_grad():
-        for leaf in leaves:
-            leaf.normal_()
-    grads.fill_(NAN)
-    graph.replay()
-    assert_matches_oracle(dict(zip(("dq", "dk", "dv"), grads, strict=True)), problem, dout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("far", ["batch", "rows", "heads"])
-def test_offsets_beyond_int32(far):
-    """Forward on the default backend, backward on tiled."""
-    problem = beyond_int32(far, "cuda")
-    out = call(problem)
-    assert_matches_oracle({"out": out}, problem)
+    graph, results = captured(step)
+    for _ in range(2):
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.normal_()
+        for x in results:
+            x.fill_(NAN)
+        graph.replay()
+        names = ("out", "lse", "dq", "dk", "dv")
+        assert_matches_oracle(dict(zip(names, results, strict=True)), problem, dout)

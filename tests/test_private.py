@@ -8,48 +8,25 @@ import pytest
 import torch
 from helpers import (
     LAYOUTS,
-    NAN,
     OPTIONS,
-    assert_guard_intact,
     dense,
-    guarded,
     int32,
     layout_of,
     poisoned_outside,
     poisoned_outside_keys,
+    private_backward,
     private_forward,
     randn,
     random_pages,
     varlen,
     with_dropout_mask,
 )
-from oracle import Attention, Storage, assert_matches_oracle
-from torch import Tensor
+from oracle import Storage, assert_matches_oracle
 
 from flash_attn import flash_attn_interface
-from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_varlen_backward
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
 NO_SINKS = [name for name in OPTIONS if name not in ("sinks", "everything")]  # private: no s_aux
-
-
-def private_backward(
-    problem: Attention, dout: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor | None = None
-) -> dict[str, Tensor]:
-    """dq, dk, dv, written into views inside NaN, and delta."""
-    grads = {
-        f"d{name}": guarded(torch.full_like(x, NAN))
-        for name, x in (("q", problem.q), ("k", problem.k), ("v", problem.v))
-    }
-    arguments = [dout, problem.q, problem.k, problem.v, out, lse, *grads.values()]
-    if problem.cu_seqlens_q is not None:
-        arguments += layout_of(problem)
-    arguments += [problem.dropout_p, problem.scale, problem.causal, *problem.window_size]
-    arguments += [problem.softcap, problem.alibi_slopes, False, rng_state]
-    backward = _flash_attn_backward if problem.cu_seqlens_q is None else _flash_attn_varlen_backward
-    delta = backward(*arguments)
-    for grad in grads.values():
-        assert_guard_intact(grad)
-    return grads | {"delta": delta}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -82,7 +59,7 @@ def test_context_parallel_halves_sum_to_the_whole(device):
     (out0, lse0, *_), (out1, lse1, *_) = map(private_forward, halves)
     lse = torch.logaddexp(lse0, lse1)
     weights = [(part - lse).exp().movedim(1, 2)[..., None] for part in (lse0, lse1)]
-    out = out0 * weights[0] + out1 * weights[1]
+    out = (out0 * weights[0] + out1 * weights[1]).to(problem.q.dtype)
     dout = torch.randn_like(out)
 
     first, second = (private_backward(half, dout, out, lse) for half in halves)
@@ -110,7 +87,7 @@ def test_varlen_context_parallel(device):
     (out0, lse0, *_), (out1, lse1, *_) = map(private_forward, halves)
     lse = torch.logaddexp(lse0, lse1)
     weights = [(part - lse).exp().mT[..., None] for part in (lse0, lse1)]
-    out = out0 * weights[0] + out1 * weights[1]
+    out = (out0 * weights[0] + out1 * weights[1]).to(problem.q.dtype)
     dout = torch.randn_like(out)
 
     grads = {"dq": torch.zeros_like(problem.q)}
@@ -123,8 +100,11 @@ def test_varlen_context_parallel(device):
 
 
 @pytest.mark.parametrize("page_size", [None, 8])
-def test_lengths_of_varlen_forward(device, page_size):
-    """seqused_k and leftpad_k narrow the keys of a sequence; what they exclude is never read."""
+def test_lengths_of_varlen(device, page_size):
+    """seqused_k and leftpad_k narrow the keys of a sequence; what they exclude is never read.
+
+    Its gradient is zero. (Pages have none.)
+    """
     problem = varlen([5, 9, 1], [21, 9, 30], 4, 2, device=device, causal=True)
     storage = replace(
         problem.storage, seqused=int32([17, 9, 0], device), leftpad=int32([3, 9, 0], device)
@@ -134,7 +114,28 @@ def test_lengths_of_varlen_forward(device, page_size):
         problem.k, problem.v = (randn(14, page_size, 2, 32, device=device) for _ in range(2))
     problem = poisoned_outside_keys(replace(problem, storage=storage))
     out, lse, *_ = private_forward(problem)
-    assert_matches_oracle({"out": out, "lse": lse}, problem)
+    results, dout = {"out": out, "lse": lse}, None
+    if not page_size:
+        dout = poisoned_outside(torch.randn_like(out), problem)
+        results |= private_backward(problem, dout, out, lse)
+        del results["delta"]
+    assert_matches_oracle(results, problem, dout)
+
+
+def test_keywords_may_leave_others_out():
+    """A keyword is not lost where parameters before it are not given."""
+    problem = varlen([5, 9], [21, 9], slack=0)
+    arguments = problem.q, problem.k, problem.v, *layout_of(problem), 0.0, None, False
+    whole = _flash_attn_varlen_forward(*arguments)[0]
+    none = _flash_attn_varlen_forward(*arguments, seqused_k=int32([0, 0]))[0]
+    sinks = _flash_attn_varlen_forward(*arguments, s_aux=torch.full((2,), 50.0))[0]
+    assert whole.any() and not none.any() and sinks.abs().max() < 1e-6
+    with pytest.raises(TypeError, match="missing.*'causal'"):
+        _flash_attn_varlen_forward(*arguments[:-1], seqused_k=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sequsedk'"):
+        _flash_attn_varlen_forward(*arguments, sequsedk=None)
+    with pytest.raises(TypeError, match="multiple values for argument 'q'"):
+        _flash_attn_varlen_forward(*arguments, q=problem.q)
 
 
 def test_wrapped_handles_are_the_functions():
