@@ -221,12 +221,12 @@ void read_common(const CommonArguments& a, Reader& reader, AttentionParams& para
                                                                {nheads}, DType::kFloat32);
     params.alibi_batch_stride = per_batch ? nheads : 0;
   }
-  // Words below the threshold are dropped. At threshold 0 nothing is.
-  const double threshold = std::nearbyint(a.dropout_p * 4294967296.0);
+  // Of 16 random bits those below the threshold drop. At threshold 0 nothing is dropped.
+  const double threshold = std::nearbyint(a.dropout_p * 65536.0);
   if (a.rng_state && threshold >= 1) {
     params.rng_state =
         reader.contiguous<const int64_t>("rng_state", *a.rng_state, {2}, DType::kInt64);
-    params.dropout_bound = static_cast<uint32_t>(threshold - 1);
+    params.dropout_bound = static_cast<uint32_t>(threshold * 65536.0 - 1);
     params.dropout_scale = static_cast<float>(1.0 / (1.0 - a.dropout_p));
   }
 

@@ -53,8 +53,9 @@ struct AttentionParams {
   const float* alibi_slopes;   // (nheads) or (batch, nheads), or null
   int64_t alibi_batch_stride;  // 0 or nheads
 
-  // An entry of P is dropped iff its random word is at most dropout_bound; the others are
-  // multiplied by dropout_scale = 1 / (1 - dropout_p). rng_state null: no dropout.
+  // An entry of P is kept iff a word with its 16 random bits on top is larger than dropout_bound =
+  // round(2^16 dropout_p) * 2^16 - 1, and multiplied by dropout_scale = 1 / (1 - dropout_p).
+  // rng_state null: no dropout.
   const int64_t* rng_state;  // (2): seed, offset
   uint32_t dropout_bound;
   float dropout_scale;

@@ -4,11 +4,13 @@
 
 #include <cstdint>
 
+#include "common/warp.h"
 #include "params.h"
 
 namespace flash {
 
-// Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
+// Philox of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), with 10 rounds
+// of four words and with 7 of two.
 __device__ inline uint4 philox_4x32(uint4 counter, uint2 key) {
   constexpr uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
   constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
@@ -24,41 +26,57 @@ __device__ inline uint4 philox_4x32(uint4 counter, uint2 key) {
   }
   return counter;
 }
+__device__ inline uint2 philox_2x32(uint2 counter, uint32_t key) {
+  constexpr uint32_t kMultiplier = 0xD256D193, kWeyl = 0x9E3779B9;
+#pragma unroll
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t product = static_cast<uint64_t>(counter.x) * kMultiplier;
+    counter = {static_cast<uint32_t>(product >> 32) ^ counter.y ^ key,
+               static_cast<uint32_t>(product)};
+    key += kWeyl;
+  }
+  return counter;
+}
+
+// What dropout keeps of a 16 x 16 block of scores, of those that a lane holds in two neighbouring
+// accumulators of m16n8 (ptx/mma_sync.h). An element has half a random word.
+struct KeptOfBlock {
+  uint32_t bound;
+  uint2 words[2];  // columns 2 * t and 2 * t + 1
+
+  // Place j of accumulator n (0 or 1).
+  __device__ bool operator()(int n, int j) const {
+    const uint32_t word = j / 2 == 0 ? words[j % 2].x : words[j % 2].y;
+    return (n == 0 ? word << 16 : word) > bound;
+  }
+};
 
 // The dropout mask of one head of one sequence.
 struct Dropout {
   bool enabled;
   float scale;  // of what is kept
-  uint32_t bound, batch_head, offset;
-  uint2 seed;
+  uint32_t bound, head_key;
 
   __device__ Dropout(const AttentionParams& params, int batch, int head)
       : enabled(params.rng_state != nullptr),
         scale(params.dropout_scale),
         bound(params.dropout_bound),
-        batch_head(batch * params.nheads + head),
-        offset(0),
-        seed{0, 0} {
+        head_key(0) {
     if (!enabled) return;
-    const auto bits = static_cast<uint64_t>(params.rng_state[0]);
-    seed = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
-    offset = static_cast<uint32_t>(params.rng_state[1]);
+    const auto seed = static_cast<uint64_t>(params.rng_state[0]);
+    const auto offset = static_cast<uint32_t>(params.rng_state[1]);
+    const uint4 words =
+        philox_4x32({static_cast<uint32_t>(batch * params.nheads + head), 0, 0, offset},
+                    {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+    head_key = warp_uniform(static_cast<int>(words.x));  // so are the keys of all rounds
   }
 
-  // What it keeps in the 16 x 16 block of scores at (16 * row_tile, 16 * col_tile), of those that
-  // the lane holds in two neighbouring accumulators of m16n8: bit 4 * n + j is place j of the n-th.
-  __device__ uint32_t keep_bits(int row_tile, int col_tile, int lane) const {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint4 words =
-          philox_4x32({static_cast<uint32_t>(col_tile * 8 + lane % 4 * 2 + j),
-                       static_cast<uint32_t>(row_tile * 8 + lane / 4), batch_head, offset},
-                      seed);
-      bits |= (words.x > bound) << j | (words.y > bound) << (4 + j) | (words.z > bound) << (2 + j) |
-              (words.w > bound) << (6 + j);
-    }
-    return bits;
+  // Of the block of scores at (16 * row_tile, 16 * col_tile).
+  __device__ KeptOfBlock kept(int row_tile, int col_tile, int lane) const {
+    const uint32_t row_group = row_tile * 8 + lane / 4, col_group = col_tile * 8 + lane % 4 * 2;
+    return {bound,
+            {philox_2x32({col_group, row_group}, head_key),
+             philox_2x32({col_group + 1, row_group}, head_key)}};
   }
 };
 

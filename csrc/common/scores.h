@@ -35,26 +35,34 @@ struct ScoreTransform {
   template <int kRowTiles, int kColTiles, typename OnSoftcap>
   __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int row, int key,
                         OnSoftcap on_softcap) const {
-    const bool capped = softcap > 0.f;
-    const float inner = capped ? scale / softcap : scale;
+    // One loop for each option: a test inside would be a branch at every score.
+    if (softcap > 0.f) {
+      const float inner = scale / softcap;
+      for_each(scores, [&](float& score, int m, int n, int j) {
+        const float bounded = fast_tanh(score * inner);
+        score = softcap * bounded;
+        on_softcap(m, n, j, 1.f - bounded * bounded);
+      });
+    } else {
+      for_each(scores, [&](float& score, int, int, int) { score *= scale; });
+    }
+    if (slope != 0.f) {
+      const auto distance = static_cast<float>(key - row - shift);  // of the first score
+      for_each(scores, [&](float& score, int m, int n, int j) {
+        score -= slope * fabsf(distance + static_cast<float>(n * 8 + j % 2 - m * 16 - j / 2 * 8));
+      });
+    }
+  }
+
+ private:
+  template <int kRowTiles, int kColTiles, typename Function>
+  __device__ static void for_each(float (&scores)[kRowTiles][kColTiles][4], Function function) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < kColTiles; ++n) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float& score = scores[m][n][j];
-          score *= inner;
-          if (capped) {
-            const float bounded = fast_tanh(score);
-            score = softcap * bounded;
-            on_softcap(m, n, j, 1.f - bounded * bounded);
-          }
-          if (slope != 0.f) {
-            const int distance = key + n * 8 + j % 2 - (row + m * 16 + j / 2 * 8 + shift);
-            score -= slope * static_cast<float>(abs(distance));
-          }
-        }
+        for (int j = 0; j < 4; ++j) function(scores[m][n][j], m, n, j);
       }
     }
   }

@@ -44,9 +44,10 @@ struct Sequence {
   }
 };
 
-// First element of a sequence's rows, for one head.
+// First element of a sequence's rows, for one head. (Of a signed index the compiler would keep the
+// sign for the 64-bit products.)
 template <typename T>
-__device__ T* rows_of(const Operand& operand, int batch, int first, int head) {
+__device__ T* rows_of(const Operand& operand, unsigned batch, unsigned first, unsigned head) {
   return static_cast<T*>(operand.data) + batch * operand.batch_stride + first * operand.row_stride +
          head * operand.head_stride;
 }

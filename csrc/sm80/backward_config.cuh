@@ -16,6 +16,7 @@ struct BackwardTile {
   int warps_m_s;      //   S and dP (block_m, block_n): this many along the queries, the rest keys
   int warps_n_dkv;    //   dK and dV (block_n, dim): this many along the keys, the rest columns
   int warps_m_dq;     //   dQ (block_m, dim): this many along the queries, the rest columns
+  int dq_steps;       //   in as many steps, to leave registers to dK and dV
   int q_stages;       // 2: the next Q is loaded during a whole step
   int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
 };
@@ -29,33 +30,35 @@ constexpr BackwardTile backward_tile(int headdim, int choice) {
   switch (headdim) {
     case 32:
       // 225 / 209; {128, 64, 4, ...} 202 / 187, with spills.
-      if (choice == 0) return {64, 128, 4, 1, 4, 2, 2, 2};
+      if (choice == 0) return {64, 128, 4, 1, 4, 2, 1, 2, 2};
       break;
     case 64:
       // Large warp tiles (32 x 64 of S) spare shared memory, which is busier than the tensor cores.
       // 269 / 251; with 96 queries 245 / 231, with 8 warps and one block an SM 187 / 180.
-      if (choice == 0) return {128, 64, 4, 4, 2, 4, 2, 2};
-      if (choice == 1) return {128, 64, 4, 4, 2, 4, 1, 2};
+      if (choice == 0) return {128, 64, 4, 4, 2, 4, 2, 2, 2};
+      if (choice == 1) return {128, 64, 4, 4, 2, 4, 2, 1, 2};
       break;
     case 96:
       // 267 / 248; {64, 128, 8, ...} 252 / 233, with spills.
-      if (choice == 0) return {64, 64, 4, 2, 2, 2, 2, 2};
+      if (choice == 0) return {64, 64, 4, 2, 2, 2, 1, 2, 2};
       break;
     case 128:
       // 277 / 260; two blocks of {64, 64, 4, ...}, with twice the traffic of dQ, 271 / 267 with
       // spills, and 263 / 256 with one stage.
-      if (choice == 0) return {64, 128, 8, 2, 4, 2, 2, 1};
-      if (choice == 1) return {64, 64, 8, 4, 2, 2, 1, 1};
+      if (choice == 0) return {64, 128, 8, 2, 4, 2, 2, 2, 1};
+      if (choice == 1) return {64, 64, 8, 4, 2, 2, 2, 1, 1};
       break;
     case 192:
-      if (choice == 0) return {64, 64, 8, 2, 2, 2, 2, 1};
-      if (choice == 1) return {32, 64, 8, 2, 2, 2, 1, 1};
+      // With 64 queries 231 / 224.
+      if (choice == 0) return {128, 64, 8, 4, 2, 2, 3, 1, 1};
+      if (choice == 1) return {64, 64, 8, 2, 2, 2, 1, 2, 1};
+      if (choice == 2) return {32, 64, 8, 2, 2, 2, 1, 1, 1};
       break;
     case 256:
-      // 242 / 235; with two warps along the queries of S 232 / 227.
-      if (choice == 0) return {64, 64, 8, 4, 2, 2, 2, 1};
-      if (choice == 1) return {64, 64, 8, 4, 2, 2, 1, 1};
-      if (choice == 2) return {32, 32, 4, 2, 1, 1, 1, 1};
+      // 32 x 32 of S a warp; 262 / 250, with 64 queries and two stages 242 / 238.
+      if (choice == 0) return {128, 64, 8, 4, 2, 2, 4, 1, 1};
+      if (choice == 1) return {64, 64, 8, 4, 2, 2, 2, 1, 1};
+      if (choice == 2) return {32, 32, 4, 2, 1, 1, 2, 1, 1};
       break;
   }
   return {};

@@ -20,7 +20,7 @@
 #include "params.h"
 #include "ptx/atomics.h"
 #include "ptx/cp_async.h"
-#include "ptx/special_registers.h"
+#include "ptx/opaque.h"
 #include "sm80/backward_config.cuh"
 #include "sm80/warp_matmul.cuh"
 
@@ -80,10 +80,25 @@ struct DqTurn {
   }
 };
 
-// Grid: all key blocks of all heads of K and V of all sequences. `heads_together` such heads are
+// The work of a thread block. `heads_together` heads of K and V, counted through the batch, are
 // taken at a time, their first key blocks first: under a causal mask those are the longest, and
-// none waits for one that has not started. params.window_left and window_right are
-// bounded_window's.
+// none waits for one that has not started.
+struct KeyBlock {
+  int n_block, batch, head_kv;
+
+  __device__ KeyBlock(const AttentionParams& params, int index, int num_n_blocks,
+                      int heads_together) {
+    const int first_head = index / (heads_together * num_n_blocks) * heads_together;
+    const int heads = min(heads_together, params.batch * params.nheads_kv - first_head);
+    index -= first_head * num_n_blocks;
+    n_block = index / heads;
+    batch = (first_head + index % heads) / params.nheads_kv;
+    head_kv = (first_head + index % heads) % params.nheads_kv;
+  }
+};
+
+// Grid: all key blocks of all heads of K and V of all sequences, see KeyBlock. params.window_left
+// and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams params, int num_n_blocks,
@@ -102,18 +117,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   constexpr int kColsDv = kHeadDimV / Config::kWarpsColDkv / 8;
   constexpr int kRowsDq = kBlockM / Config::kWarpsRowDq / 16;
   constexpr int kColsDq = kHeadDim / Config::kWarpsColDq / 8;
-  // Half of dQ at a time, to leave registers to dK and dV.
-  constexpr int kColsDqStep = kColsDq % 4 == 0 ? kColsDq / 2 : kColsDq;
+  constexpr int kColsDqStep = kColsDq / Config::kTile.dq_steps;
+  static_assert(kColsDqStep % 2 == 0 && kColsDq % kColsDqStep == 0);
 
   // Indices.
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const int section = blockIdx.x / (heads_together * num_n_blocks);
-  const int first_head = section * heads_together;  // counted through the batch
-  const int in_section = blockIdx.x - first_head * num_n_blocks;
-  const int heads = min(heads_together, params.batch * params.nheads_kv - first_head);
-  const int n_block = in_section / heads, n_begin = n_block * kBlockN;
-  const int batch = (first_head + in_section % heads) / params.nheads_kv;
-  const int head_kv = (first_head + in_section % heads) % params.nheads_kv;
+  const KeyBlock block(params, blockIdx.x, num_n_blocks, heads_together);
+  const int n_block = block.n_block, n_begin = n_block * kBlockN;
+  const int batch = block.batch, head_kv = block.head_kv;
   const int group = params.nheads / params.nheads_kv;
   const Sequence sequence(params, batch);
   const int seqlen_q = warp_uniform(sequence.seqlen_q);
@@ -155,12 +166,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     // The last queries come first: under a causal mask all key blocks see those, so that they add
     // to dQ in step with each other.
     const int last_m_begin = (m_blocks.end - 1) * kBlockM;
-    const int64_t statistics = sequence.q_batch * params.lse_batch_stride +
-                               head * params.lse_head_stride + sequence.q_first;
+    // What loading needs is computed at each load (ptx::opaque) instead of occupying registers.
     const auto load_q = [&](int m_begin, int stage) {
-      const int thread = ptx::thread_id();
+      const int64_t statistics = sequence.q_batch * params.lse_batch_stride +
+                                 ptx::opaque(head) * params.lse_head_stride + sequence.q_first;
+      const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
       TileLoader<T, kBlockM, kHeadDim, kThreads, kFull> loader(
-          rows_of<const T>(params.q, sequence.q_batch, sequence.q_first + m_begin, head),
+          rows_of<const T>(params.q, sequence.q_batch, ptx::opaque(sequence.q_first + m_begin),
+                           head),
           params.q.row_stride, params.headdim, params.aligned, thread);
       loader.load(shared_q + stage * kStageBytes, seqlen_q - m_begin);
 #pragma unroll
@@ -174,8 +187,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     };
     const auto load_dout = [&](int m_begin) {
       TileLoader<T, kBlockM, kHeadDimV, kThreads, kFull> loader(
-          rows_of<const T>(params.dout, sequence.q_batch, sequence.q_first + m_begin, head),
-          params.dout.row_stride, params.headdim_v, params.aligned, ptx::thread_id());
+          rows_of<const T>(params.dout, sequence.q_batch, ptx::opaque(sequence.q_first + m_begin),
+                           head),
+          params.dout.row_stride, params.headdim_v, params.aligned,
+          ptx::opaque(static_cast<int>(threadIdx.x)));
       loader.load(shared_dout, seqlen_q - m_begin);
       ptx::cp_async_commit();
     };
@@ -226,30 +241,30 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           p[r / 2][n][j + 1] = ptx::ex2(fmaf(p[r / 2][n][j + 1], scale_log2, -reference));
         }
       }
-      uint32_t keep[kFull ? kRowsS * kColsS / 2 : 1];  // bits of 16 x 16 blocks
       if constexpr (kFull) {
         if (dropout.enabled) {
           float dropped[kRowsS][kColsS][4];
 #pragma unroll
           for (int m = 0; m < kRowsS; ++m) {
 #pragma unroll
-            for (int n = 0; n < kColsS; ++n) {
-              uint32_t& bits = keep[m * kColsS / 2 + n / 2];
-              if (n % 2 == 0) {
-                bits = dropout.keep_bits(warp_m_begin / 16 + m, warp_n_begin / 16 + n / 2, lane);
-              }
+            for (int n = 0; n < kColsS; n += 2) {
+              const KeptOfBlock kept =
+                  dropout.kept(warp_m_begin / 16 + m, warp_n_begin / 16 + n / 2, lane);
 #pragma unroll
-              for (int j = 0; j < 4; ++j) {
-                dropped[m][n][j] = bits >> (n % 2 * 4 + j) & 1 ? p[m][n][j] : 0.f;
+              for (int i = 0; i < 8; ++i) {
+                // From here on P of what is dropped is negative.
+                float& entry = p[m][n + i / 4][i % 4];
+                if (!kept(i / 4, i % 4)) entry = -entry;
+                dropped[m][n + i / 4][i % 4] = fmaxf(entry, 0.f);
               }
             }
           }
-          store_fragments<kBlockN>(dropped, shared.p, warp_row_s, warp_col_s, lane);
+          store_fragments<kBlockN>(dropped, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
         } else {
-          store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, lane);
+          store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
         }
       } else {
-        store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, lane);
+        store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
       }
 
       if constexpr (kFull) {
@@ -290,13 +305,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
             for (int half = 0; half < 2; ++half) {
               const int m = r / 2, j = r % 2 * 2 + half;
               float dp = ds[m][n][j];
-              if constexpr (kFull) {
-                if (dropout.enabled) {
-                  const bool kept = keep[m * kColsS / 2 + n / 2] >> (n % 2 * 4 + j) & 1;
-                  dp = kept ? dp * dropout.scale : 0.f;
-                }
-              }
-              ds[m][n][j] = p[m][n][j] * (dp - delta);
+              if (kFull && dropout.enabled) dp = p[m][n][j] > 0.f ? dp * dropout.scale : 0.f;
+              ds[m][n][j] = (kFull ? fabsf(p[m][n][j]) : p[m][n][j]) * (dp - delta);
             }
           }
         }
@@ -371,14 +381,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   store_fragments<kHeadDim>(dk, shared.k, warp_row_dkv, warp_col_dkv, lane);
   store_fragments<kHeadDimV>(dv, shared.v, warp_row_dkv, warp_col_dkv, lane);
   __syncthreads();
-  const int thread = ptx::thread_id();
-  const int k_batch = opaque(sequence.k_batch), k_row = opaque(sequence.k_first + n_begin);
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+  // Where they go is computed again instead of occupying registers.
+  const KeyBlock place(params, ptx::opaque(static_cast<int>(blockIdx.x)), num_n_blocks,
+                       heads_together);
+  const Sequence keys(params, place.batch);
+  const int first = place.n_block * kBlockN;
+  const int row = keys.k_first + first, rows = keys.seqlen_k - first;
   store_tile<kBlockN, kHeadDim, kThreads, kFull>(
-      shared.k, rows_of<T>(params.dk, k_batch, k_row, head_kv), params.dk.row_stride,
-      seqlen_k - n_begin, params.headdim, params.aligned, thread);
+      shared.k, rows_of<T>(params.dk, keys.k_batch, row, place.head_kv), params.dk.row_stride, rows,
+      params.headdim, params.aligned, thread);
   store_tile<kBlockN, kHeadDimV, kThreads, kFull>(
-      shared.v, rows_of<T>(params.dv, k_batch, k_row, head_kv), params.dv.row_stride,
-      seqlen_k - n_begin, params.headdim_v, params.aligned, thread);
+      shared.v, rows_of<T>(params.dv, keys.k_batch, row, place.head_kv), params.dv.row_stride, rows,
+      params.headdim_v, params.aligned, thread);
 }
 
 // Threads of a row in the delta kernel, and rows of its thread blocks.

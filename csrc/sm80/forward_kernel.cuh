@@ -84,35 +84,6 @@ __device__ void multiply_by_values(float (&out)[kRowTiles][kOutTiles][4],
   }
 }
 
-// Which scores dropout keeps, a bit each.
-template <int kRowTiles, int kColTiles>
-struct KeepBits {
-  static constexpr int kWords = (kColTiles + 7) / 8;
-  uint32_t words[kRowTiles][kWords];  // 8 column tiles each
-
-  // row_tile, col_tile: of the first score, in units of 16
-  __device__ KeepBits(const Dropout& dropout, int row_tile, int col_tile, int lane) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        words[m][w] = 0;
-#pragma unroll 1
-        for (int n = 0; n < min(4, kColTiles / 2 - w * 4); ++n) {
-          words[m][w] |= dropout.keep_bits(row_tile + m, col_tile + w * 4 + n, lane) << (n * 8);
-        }
-      }
-    }
-  }
-  __device__ bool operator()(int m, int n, int j) const {
-    return words[m][n / 8] >> (n % 8 * 4 + j) & 1;
-  }
-};
-
-struct KeepAll {
-  __device__ bool operator()(int, int, int) const { return true; }
-};
-
 // O += P V with P = exp(S), 16 keys at a time: while the tensor cores multiply by one part of P,
 // the next is computed. The accumulators of two neighbouring key tiles, once rounded to T, are an A
 // operand: no data moves between lanes. What a team's warps have of P they give each other through
@@ -120,12 +91,12 @@ struct KeepAll {
 // out: (kTeamRows / 16, kHeadDimV / 8 / kTeam), scores: (kTeamRows / 16, kWarpKeys / 8)
 // accumulators of m16n8
 // v: shared address of the (kBlockN, kHeadDimV) tile
-// keep(m, n, j): whether dropout keeps that score
-template <typename Config, int kRowTiles, int kOutTiles, int kColTiles, typename Keep>
+// kept_of_block(m, n): whether dropout keeps the scores [m][2 * n], [m][2 * n + 1] (KeptOfBlock)
+template <typename Config, int kRowTiles, int kOutTiles, int kColTiles, typename KeptOf>
 __device__ void accumulate_output(float (&out)[kRowTiles][kOutTiles][4],
                                   SoftmaxState<kRowTiles>& softmax,
                                   const float (&scores)[kRowTiles][kColTiles][4], uint32_t v,
-                                  const Keep& keep, const RowTeam<Config::kTeam>& team,
+                                  KeptOf kept_of_block, const RowTeam<Config::kTeam>& team,
                                   typename Config::Exchange& exchange, int lane) {
   using T = typename Config::T;
   using Layout = TileLayout<Config::kHeadDimV>;
@@ -138,12 +109,13 @@ __device__ void accumulate_output(float (&out)[kRowTiles][kOutTiles][4],
     uint32_t p[kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
+      const auto kept = kept_of_block(m, n / 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int j = i % 2 * 2, tile = n + i / 2;
         const float low = softmax.exponentiate(scores[m][tile][j], m, j);
         const float high = softmax.exponentiate(scores[m][tile][j + 1], m, j + 1);
-        p[m][i] = pack(keep(m, tile, j) ? low : 0.f, keep(m, tile, j + 1) ? high : 0.f, T());
+        p[m][i] = pack(kept(i / 2, j) ? low : 0.f, kept(i / 2, j + 1) ? high : 0.f, T());
       }
       if constexpr (kTeam > 1) {
         exchange.p[team.rank][n / 2][m][lane] = make_uint4(p[m][0], p[m][1], p[m][2], p[m][3]);
@@ -258,11 +230,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     __syncthreads();  // V has arrived; every warp is done with K
     if (n_begin + kBlockN < n_end) k_loader.load(shared_k, n_end - n_begin - kBlockN);
     if (kFull && dropout.enabled) {
-      const KeepBits<kRowTiles, kColTiles> keep(dropout, (m_begin + team_begin) / 16,
-                                                warp_n_begin / 16, lane);
-      accumulate_output<Config>(out, softmax, scores, shared_v, keep, team, exchange, lane);
+      const auto kept_of_block = [&](int m, int n) {
+        return dropout.kept((m_begin + team_begin) / 16 + m, warp_n_begin / 16 + n, lane);
+      };
+      accumulate_output<Config>(out, softmax, scores, shared_v, kept_of_block, team, exchange,
+                                lane);
     } else {
-      accumulate_output<Config>(out, softmax, scores, shared_v, KeepAll(), team, exchange, lane);
+      const auto all_kept = [](int, int) { return [](int, int) { return true; }; };
+      accumulate_output<Config>(out, softmax, scores, shared_v, all_kept, team, exchange, lane);
     }
   }
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "common/shared_tile.h"
-#include "common/warp.h"
 #include "ptx/ldmatrix.h"
 #include "ptx/mma_sync.h"
+#include "ptx/opaque.h"
 
 namespace flash::sm80 {
 
@@ -70,8 +70,8 @@ __device__ void multiply_accumulate(float (&d)[kRowTiles][kColTiles][4], A a, B 
   static_assert(kColTiles % 2 == 0);
   // Keeps the compiler from computing all addresses before the loop around this, and then spilling
   // them.
-  a.offset = opaque(a.offset);
-  b.offset = opaque(b.offset);
+  a.offset = ptx::opaque(a.offset);
+  b.offset = ptx::opaque(b.offset);
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) {
     uint32_t a_fragment[kRowTiles][4];
