@@ -88,7 +88,7 @@ def run_tests() -> tuple[int, Counter[str]]:
     The rest of the suite runs in CI. Most of a test's time is the host's: several share the GPU
     where pytest-xdist is installed.
     """
-    workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    workers = ["-n", "14"] if importlib.util.find_spec("xdist") else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]

@@ -5,29 +5,37 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_attn._backends.philox import dropout_keep_mask, philox_4x32
+from flash_attn._backends.philox import dropout_keep_mask, philox_2x32, philox_4x32
 
-# Known answers of Random123 for philox4x32-10: counter, key, output.
+# Known answers of Random123: counter, key, output. Generators by the number of their words.
 KNOWN_ANSWERS = {
-    "zeros": ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    "ones": (
+    "4x32-zeros": ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    "4x32-ones": (
         (0xFFFFFFFF,) * 4,
         (0xFFFFFFFF,) * 2,
         (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
     ),
-    "pi": (
+    "4x32-pi": (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
+    "2x32-zeros": ((0,) * 2, (0,), (0x257A3673, 0xCD26BE2A)),
+    "2x32-ones": ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,), (0xAB302C4D, 0x3DC9D239)),
+    "2x32-pi": ((0x243F6A88, 0x85A308D3), (0x13198A2E,), (0xBEDBBE6B, 0xE4C770B3)),
 }
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """Philox4x32-10 on Python's integers, after Salmon et al. (SC 2011)."""
+    """Philox4x32-10 or Philox2x32-7 on Python's integers, after Salmon et al. (SC 2011)."""
     mask = 0xFFFFFFFF
-    for bump in range(10):
-        key0, key1 = (key[0] + bump * 0x9E3779B9) & mask, (key[1] + bump * 0xBB67AE85) & mask
+    for bump in range(10 if len(counter) == 4 else 7):
+        key0 = (key[0] + bump * 0x9E3779B9) & mask
+        if len(counter) == 2:
+            product = counter[0] * 0xD256D193
+            counter = ((product >> 32) ^ counter[1] ^ key0, product & mask)
+            continue
+        key1 = (key[1] + bump * 0xBB67AE85) & mask
         product0, product1 = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
         counter = (
             (product1 >> 32) ^ counter[1] ^ key0,
@@ -38,13 +46,14 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     return counter
 
 
-def word_of_element(rng_state: tuple[int, int], batch_head: int, row: int, column: int) -> int:
-    """The 32 random bits of one probability."""
+def bits_of_element(rng_state: tuple[int, int], batch_head: int, row: int, column: int) -> int:
+    """The 16 random bits of one probability."""
     seed, offset = rng_state
+    seed_words = (seed % 2**32, seed // 2**32 % 2**32)
+    head_key = philox((batch_head, 0, 0, offset % 2**32), seed_words)[0]
     row_group, column_group = (x // 16 * 8 + x % 8 for x in (row, column))
-    counter = (column_group, row_group, batch_head, offset % 2**32)
-    word = 2 * (row // 8 % 2) + column // 8 % 2
-    return philox(counter, (seed % 2**32, seed // 2**32 % 2**32))[word]
+    word = philox((column_group, row_group), (head_key,))[row // 8 % 2]
+    return word >> 16 if column // 8 % 2 else word % 2**16
 
 
 @pytest.mark.parametrize("name", KNOWN_ANSWERS)
@@ -52,7 +61,8 @@ def test_known_answers(name):
     counter, key, output = KNOWN_ANSWERS[name]
     assert philox(counter, key) == output
     counter, key = ([torch.tensor(word) for word in words] for words in (counter, key))
-    assert tuple(int(word) for word in philox_4x32(counter, key)) == output
+    words = philox_4x32(counter, key) if len(key) == 2 else philox_2x32(counter, *key)
+    assert tuple(int(word) for word in words) == output
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -64,21 +74,36 @@ def test_mask_of_each_element(device, p):
     ).cpu()
     assert keep.shape == (batch, nheads, seqlen_q, seqlen_k) and keep.dtype == torch.bool
     for b, h, i, j in torch.cartesian_prod(*map(torch.arange, keep.shape)).tolist():
-        kept = word_of_element(rng_state, b * nheads + h, i, j) >= round(p * 2**32)
+        kept = bits_of_element(rng_state, b * nheads + h, i, j) >= round(p * 2**16)
         assert keep[b, h, i, j] == kept, (b, h, i, j)
 
 
-@pytest.mark.parametrize("p", [0.0, 1e-30, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.0, 1e-30, 0.01, 0.1, 0.5, 0.9, 1 - 1e-7])
 def test_keep_rate(device, p):
     rng_state = torch.tensor([1, 2], device=device)
     keep = dropout_keep_mask(rng_state, p, 2, 4, 256, 256).double()
     n = keep.numel()
+    p = round(p * 2**16) / 2**16  # within 2^-17 of what was asked for
     # Five standard deviations, and no more than that between the rates of heads, rows or columns.
     assert abs(keep.mean().item() - (1 - p)) <= 5 * (p * (1 - p) / n) ** 0.5
     for dim in range(4):
         rates = keep.movedim(dim, 0).flatten(1).mean(1)
         spread = 5 * (p * (1 - p) * len(rates) / n) ** 0.5
         assert (rates - (1 - p)).abs().max() <= spread
+
+
+def test_elements_are_independent(device):
+    """No element of the mask tells about another: of its 2 x 2 set, of its neighbourhood, of the
+    same place in another head or sequence."""
+    rng_state = torch.tensor([5, 6], device=device)
+    keep = 2 * dropout_keep_mask(rng_state, 0.5, 2, 4, 256, 256).double() - 1
+    for dims, shifts in [
+        *(((2, 3), shift) for shift in [(8, 0), (0, 8), (8, 8), (1, 0), (0, 1), (1, 1), (16, 16)]),
+        *(((0, 1), shift) for shift in [(1, 0), (0, 1), (1, 1), (0, 2)]),
+    ]:
+        correlation = (keep * keep.roll(shifts, dims)).mean().item()
+        # Shifts of half a dimension count each pair twice.
+        assert abs(correlation) <= 5 * (2 / keep.numel()) ** 0.5, (dims, shifts)
 
 
 def test_mask_depends_on_seed_and_offset(device):

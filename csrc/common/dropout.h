@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "common/warp.h"
 #include "params.h"
 
 namespace flash {
@@ -65,10 +64,9 @@ struct Dropout {
     if (!enabled) return;
     const auto seed = static_cast<uint64_t>(params.rng_state[0]);
     const auto offset = static_cast<uint32_t>(params.rng_state[1]);
-    const uint4 words =
-        philox_4x32({static_cast<uint32_t>(batch * params.nheads + head), 0, 0, offset},
-                    {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
-    head_key = warp_uniform(static_cast<int>(words.x));  // so are the keys of all rounds
+    head_key = philox_4x32({static_cast<uint32_t>(batch * params.nheads + head), 0, 0, offset},
+                           {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)})
+                   .x;
   }
 
   // Of the block of scores at (16 * row_tile, 16 * col_tile).

@@ -35,22 +35,22 @@ constexpr BackwardTile backward_tile(int headdim, int choice) {
     case 64:
       // Large warp tiles (32 x 64 of S) spare shared memory, which is busier than the tensor cores.
       // 269 / 251; with 96 queries 245 / 231, with 8 warps and one block an SM 187 / 180.
-      if (choice == 0) return {128, 64, 4, 4, 2, 4, 2, 2, 2};
-      if (choice == 1) return {128, 64, 4, 4, 2, 4, 2, 1, 2};
+      if (choice == 0) return {128, 64, 4, 4, 2, 4, 1, 2, 2};
+      if (choice == 1) return {128, 64, 4, 4, 2, 4, 1, 1, 2};
       break;
     case 96:
       // 267 / 248; {64, 128, 8, ...} 252 / 233, with spills.
       if (choice == 0) return {64, 64, 4, 2, 2, 2, 1, 2, 2};
       break;
     case 128:
-      // 277 / 260; two blocks of {64, 64, 4, ...}, with twice the traffic of dQ, 271 / 267 with
-      // spills, and 263 / 256 with one stage.
-      if (choice == 0) return {64, 128, 8, 2, 4, 2, 2, 2, 1};
+      // 290 / 278; two warps along the queries of dQ 294 / 281 with spills, 288 / 275 in two steps.
+      // Two blocks an SM of {64, 64, 4, ...}, with twice the traffic of dQ, were 3 % slower.
+      if (choice == 0) return {64, 128, 8, 2, 4, 4, 1, 2, 1};
       if (choice == 1) return {64, 64, 8, 4, 2, 2, 2, 1, 1};
       break;
     case 192:
-      // With 64 queries 231 / 224.
-      if (choice == 0) return {128, 64, 8, 4, 2, 2, 3, 1, 1};
+      // 268 / 254 with three steps of dQ; with 64 queries 231 / 224.
+      if (choice == 0) return {128, 64, 8, 4, 2, 4, 2, 1, 1};
       if (choice == 1) return {64, 64, 8, 2, 2, 2, 1, 2, 1};
       if (choice == 2) return {32, 64, 8, 2, 2, 2, 1, 1, 1};
       break;

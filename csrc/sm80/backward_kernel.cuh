@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
                 // From here on P of what is dropped is negative.
                 float& entry = p[m][n + i / 4][i % 4];
                 if (!kept(i / 4, i % 4)) entry = -entry;
-                dropped[m][n + i / 4][i % 4] = fmaxf(entry, 0.f);
+                dropped[m][n + i / 4][i % 4] = entry < 0.f ? 0.f : entry;  // keeps NaN
               }
             }
           }

@@ -1,34 +1,32 @@
-"""Philox4x32-10 and the dropout mask that every backend shares.
+"""Philox and the dropout mask that every backend shares.
 
-The generator is the counter-based one of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2,
-3" (SC 2011). A dropout decision is a pure function of (seed, offset, batch, head, row, column): it
-does not depend on tile sizes, on the backend, or on whether the forward or the backward asks.
+The generators are the counter-based ones of Salmon et al., "Parallel Random Numbers: As Easy as 1,
+2, 3" (SC 2011). A dropout decision is a pure function of (seed, offset, batch, head, row, column):
+it does not depend on tile sizes, on the backend, or on whether the forward or the backward asks.
 
-Which counter an element uses: the four 32-bit words of one Philox output go to the four elements
-{i, i + 8} x {j, j + 8}. One thread of an ``mma`` accumulator holds all four, whether rows are
-queries (S) or keys (the transposed scores of a backward), so no kernel computes an output that it
-uses in part.
+Philox4x32-10 makes a key for each head of each sequence; Philox2x32-7 under this key gives each
+element 16 bits. The four halves of the two words of one output go to the four elements {i, i + 8} x
+{j, j + 8}. One thread of an ``mma`` accumulator holds all four, whether rows are queries (S) or
+keys (the transposed scores of a backward), so no kernel computes an output that it uses in part.
 """
 
 import torch
 from torch import Tensor
 
 _MASK32 = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Return four output words for four counter and two key words (int64 in [0, 2^32))."""
+    """Philox4x32-10: four output words for four counter and two key words (int64 in [0, 2^32))."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(10):
         # int64 products wrap modulo 2^64, so the bits of the unsigned 64-bit product survive.
-        p0 = c0 * _MULTIPLIERS[0]
-        p1 = c2 * _MULTIPLIERS[1]
+        p0 = c0 * 0xD2511F53
+        p1 = c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
             ((p1 >> 32) & _MASK32) ^ c1 ^ k0,
             p1 & _MASK32,
@@ -38,6 +36,16 @@ def philox_4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
         k0 = (k0 + _WEYL[0]) & _MASK32
         k1 = (k1 + _WEYL[1]) & _MASK32
     return c0, c1, c2, c3
+
+
+def philox_2x32(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor]:
+    """Philox2x32-7: two output words for two counter words and a key (int64 in [0, 2^32))."""
+    c0, c1 = counter
+    for _ in range(7):
+        product = c0 * 0xD256D193
+        c0, c1 = ((product >> 32) & _MASK32) ^ c1 ^ key, product & _MASK32
+        key = (key + _WEYL[0]) & _MASK32
+    return c0, c1
 
 
 def draw_rng_state(device: torch.device) -> Tensor:
@@ -57,8 +65,9 @@ def dropout_keep_mask(
 ) -> Tensor:
     """Return which probabilities dropout keeps, (batch, nheads, seqlen_q, seqlen_k) bool.
 
-    ``row_start`` and ``col_start`` (multiples of 16) select a tile of a larger mask. Only the low
-    32 bits of the offset ``rng_state[1]`` take part.
+    An element is kept iff its 16 bits are at least round(2^16 dropout_p). ``row_start`` and
+    ``col_start`` (multiples of 16) select a tile of a larger mask. Only the low 32 bits of the
+    offset ``rng_state[1]`` take part.
     """
     device = rng_state.device
     row_tiles, col_tiles = -(-seqlen_q // 16), -(-seqlen_k // 16)
@@ -66,14 +75,16 @@ def dropout_keep_mask(
     col_group = torch.arange(col_tiles * 8, device=device) + col_start // 2
     batch_head = torch.arange(batch * nheads, device=device)
     seed, offset = rng_state[0], rng_state[1]
-    words = philox_4x32(
-        (col_group, row_group[:, None], batch_head[:, None, None], offset & _MASK32),
-        (seed & _MASK32, (seed >> 32) & _MASK32),
+    zero = torch.zeros_like(batch_head)
+    head_key, *_ = philox_4x32(
+        (batch_head, zero, zero, offset & _MASK32), (seed & _MASK32, (seed >> 32) & _MASK32)
     )
+    upper, lower = philox_2x32((col_group, row_group[:, None]), head_key[:, None, None])
+    bits = torch.stack((upper & 0xFFFF, upper >> 16, lower & 0xFFFF, lower >> 16), dim=-1)
     # (batch * nheads, row tile, row in 8, col tile, col in 8, upper or lower row, left or right
     # column)
-    tiles = torch.stack(words, dim=-1).view(batch * nheads, row_tiles, 8, col_tiles, 8, 2, 2)
+    tiles = bits.view(batch * nheads, row_tiles, 8, col_tiles, 8, 2, 2)
     by_element = tiles.permute(0, 1, 5, 2, 3, 6, 4).reshape(
         batch, nheads, row_tiles * 16, col_tiles * 16
     )
-    return by_element[:, :, :seqlen_q, :seqlen_k] >= round(dropout_p * 2**32)
+    return by_element[:, :, :seqlen_q, :seqlen_k] >= round(dropout_p * 2**16)
