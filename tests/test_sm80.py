@@ -468,12 +468,13 @@ BEYOND = 2**31 - 1
         ([-BEYOND, 50, BEYOND], [-BEYOND, 70, 1000], {}),
         ([BEYOND, -BEYOND, 50], [BEYOND, 20, -BEYOND], {}),
         ([90, 10, 95], [100, 30, 120], {}),
+        ([0, 200, 96, 230], [0, 200, 0, 240], {}),  # sequences that share counters of dQ
     ],
     ids=str,
 )
 def test_indices_beyond_the_tensors(sm80, bounds_q, bounds_k, lengths, deterministic):
     """What is on the device is not checked, but clamped: nothing else is read or written."""
-    problem = dense(1, 100, 140, 4, 2, 64, dtype=torch.bfloat16, device=sm80)
+    problem = dense(1, 230, 240, 4, 2, 64, dtype=torch.bfloat16, device=sm80)
     q, k, v = (guarded(x[0]) for x in (problem.q, problem.k, problem.v))
     lengths = {name: int32(values, sm80) for name, values in lengths.items()}
     storage = Storage(cu_seqlens=int32(bounds_k, sm80), **lengths)

@@ -20,10 +20,10 @@ __device__ inline int load_acquire(const int* source) {
   return x;
 }
 
-// PTX ISA, "Data Movement and Conversion Instructions: st" (.release.gpu)
-__device__ inline void store_release(int* target, int x) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(target)),
-               "r"(x)
+// ++*target; what this thread has seen happen happens before.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: red" (.release.gpu)
+__device__ inline void red_release_increment(int* target) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(__cvta_generic_to_global(target))
                : "memory");
 }
 

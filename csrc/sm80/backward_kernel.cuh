@@ -64,14 +64,13 @@ struct DqTurn {
   const Mask& mask;
   int seqlen_q, n_block;
 
+  // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits forever.
   __device__ void wait(int m_begin) const {
     const int mine = rank(m_begin);
-    while (ptx::load_acquire(place(m_begin)) != mine) {
+    while (ptx::load_acquire(place(m_begin)) < mine) {
     }
   }
-  __device__ void pass_on(int m_begin) const {
-    ptx::store_release(place(m_begin), rank(m_begin) + 1);
-  }
+  __device__ void pass_on(int m_begin) const { ptx::red_release_increment(place(m_begin)); }
 
  private:
   __device__ int* place(int m_begin) const { return turns + (first_tile + m_begin / 16); }
