@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 # Name in the legend and colour, in the order drawn.
 STYLES = {
     "sm80": ("flash_attn sm80", "#1f4e9c"),
+    "sm80_ordered": ("flash_attn sm80, deterministic", "#4d7cc7"),
     "tiled": ("flash_attn tiled", "#7fa8e0"),
     "math": ("standard attention (PyTorch math)", "#8c8c8c"),
     "efficient": ("PyTorch memory-efficient", "#e3b23c"),
     "flash": ("PyTorch flash (FA2 on a GPU)", "#d1603d"),
-    "sm80_ordered": ("ours, sm80, deterministic", "#7fb2e5"),
     "flash_op": ("PyTorch flash, the operator alone", "#f0a58f"),
     "cudnn": ("cuDNN", "#4f9d69"),
     "fa3": ("FlashAttention-3", "#7a4e9f"),
