@@ -142,6 +142,7 @@ struct CommonArguments {
   double dropout_p;
   const OptionalTensor& rng_state;
   int shared_memory;
+  const OptionalTensor& block_table;
 };
 
 int to_int(const char* what, int64_t value) {
@@ -171,13 +172,14 @@ void read_common(const CommonArguments& a, Reader& reader, AttentionParams& para
   params.total_q = to_int("rows of q", packed_q ? q.size[0] : q.size[1]);
   params.total_k = to_int("rows of k", packed_k ? k.size[0] : k.size[1]);
   params.seqlen_q = to_int("max_seqlen_q", packed_q ? a.max_seqlen_q : q.size[1]);
-  params.seqlen_k = to_int("max_seqlen_k", packed_k ? a.max_seqlen_k : k.size[1]);
+  const int64_t pages = a.block_table ? a.block_table->size[1] : 1;  // of a sequence
+  params.seqlen_k = to_int("max_seqlen_k", packed_k ? a.max_seqlen_k : k.size[1] * pages);
   params.slots_k = packed_k ? 1 : to_int("batch of k", k.size[0]);
   if (nheads % nheads_kv != 0) {
     throw std::invalid_argument("nheads: got " + std::to_string(nheads) + " and nheads_kv " +
                                 std::to_string(nheads_kv) + "; accepted: a multiple of nheads_kv");
   }
-  if (!packed_k && !a.cache_batch_idx && params.slots_k != params.batch) {
+  if (!packed_k && !a.cache_batch_idx && !a.block_table && params.slots_k != params.batch) {
     throw std::invalid_argument("k: got a batch of " + std::to_string(params.slots_k) +
                                 "; accepted: that of q, " + std::to_string(params.batch));
   }
@@ -247,14 +249,39 @@ void forward(std::string_view family, int kernel_headdim, int kernel_headdim_v, 
              const OptionalTensor& cache_batch_idx, int64_t max_seqlen_q, int64_t max_seqlen_k,
              float softmax_scale, int window_left, int window_right, float softcap,
              const OptionalTensor& alibi_slopes, double dropout_p, const OptionalTensor& rng_state,
-             const OptionalTensor& s_aux, int shared_memory, uintptr_t stream) {
+             const OptionalTensor& s_aux, const OptionalTensor& block_table,
+             const OptionalTensor& tile_counter, int shared_memory, uintptr_t stream) {
   ForwardParams params{};
   Reader reader(q.dtype, q.device);
-  read_common({q, k, v, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, cache_batch_idx,
-               max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap,
-               alibi_slopes, dropout_p, rng_state, shared_memory},
+  read_common({q,
+               k,
+               v,
+               lse,
+               cu_seqlens_q,
+               cu_seqlens_k,
+               seqused_k,
+               leftpad_k,
+               cache_batch_idx,
+               max_seqlen_q,
+               max_seqlen_k,
+               softmax_scale,
+               window_left,
+               window_right,
+               softcap,
+               alibi_slopes,
+               dropout_p,
+               rng_state,
+               shared_memory,
+               block_table},
               reader, params);
   params.out = reader.operand_like("out", out, q, params.headdim_v);
+  if (block_table) {
+    params.block_table = reader.contiguous<const int>(
+        "block_table", *block_table, {params.batch, block_table->size[1]}, DType::kInt32);
+    params.block_table_stride = block_table->size[1];
+    params.page_size = to_int("page size", k.size[1]);
+  }
+  params.tile_counter = reader.contiguous<int>("tile_counter", tile_counter, {1}, DType::kInt32);
   params.s_aux = reader.contiguous<const float>("s_aux", s_aux, {params.nheads}, DType::kFloat32);
   params.aligned = reader.aligned();
 
@@ -276,9 +303,26 @@ void backward(std::string_view family, int kernel_headdim, int kernel_headdim_v,
               const OptionalTensor& rng_state, int shared_memory, uintptr_t stream) {
   BackwardParams params{};
   Reader reader(q.dtype, q.device);
-  read_common({q, k, v, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, std::nullopt,
-               max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap,
-               alibi_slopes, dropout_p, rng_state, shared_memory},
+  read_common({q,
+               k,
+               v,
+               lse,
+               cu_seqlens_q,
+               cu_seqlens_k,
+               seqused_k,
+               leftpad_k,
+               std::nullopt,
+               max_seqlen_q,
+               max_seqlen_k,
+               softmax_scale,
+               window_left,
+               window_right,
+               softcap,
+               alibi_slopes,
+               dropout_p,
+               rng_state,
+               shared_memory,
+               std::nullopt},
               reader, params);
   params.out = reader.operand_like("out", out, q, params.headdim_v);
   params.dout = reader.operand_like("dout", dout, q, params.headdim_v);
@@ -332,7 +376,8 @@ PYBIND11_MODULE(_C, module) {
              arg("cu_seqlens_q"), arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"),
              arg("cache_batch_idx"), arg("max_seqlen_q"), arg("max_seqlen_k"), arg("softmax_scale"),
              arg("window_left"), arg("window_right"), arg("softcap"), arg("alibi_slopes"),
-             arg("dropout_p"), arg("rng_state"), arg("s_aux"), arg("shared_memory"), arg("stream"),
+             arg("dropout_p"), arg("rng_state"), arg("s_aux"), arg("block_table"),
+             arg("tile_counter"), arg("shared_memory"), arg("stream"),
              py::call_guard<py::gil_scoped_release>(),
              "Launch attention on `stream`, a cudaStream_t as an integer; writes out and lse. "
              "shared_memory: bytes of a thread block, 0: what the device has.");

@@ -67,6 +67,15 @@ struct AttentionParams {
 struct ForwardParams : AttentionParams {
   Operand out;         // (batch, seqlen_q, nheads, headdim_v) or (total_q, nheads, headdim_v)
   const float* s_aux;  // (nheads): the logit of each head's attention sink, or null
+
+  // Paged K and V, (pages, page_size, nheads_kv, dim): row i of sequence b is row i % page_size of
+  // page block_table[b * block_table_stride + i / page_size]. seqlen_k is what a row of the table
+  // holds, slots_k the number of pages. Null: not paged.
+  const int* block_table;
+  int64_t block_table_stride;
+  int page_size;
+
+  int* tile_counter;  // (1), zero before and after the launch: hands out tiles. sm90 alone
 };
 
 struct BackwardParams : AttentionParams {

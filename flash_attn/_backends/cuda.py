@@ -121,6 +121,8 @@ def forward(
         lse=lse,
         cache_batch_idx=_contiguous(problem.cache_batch_idx),
         s_aux=None if s_aux is None else s_aux.float().contiguous(),
+        block_table=None,
+        tile_counter=None,
     )
     probs = tiled.signed_probabilities(problem, lse, rng_state) if return_probs else None
     return out, lse, probs
