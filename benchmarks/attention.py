@@ -11,6 +11,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ DEFAULTS = {
         "width": 2048,
         "math_gib": 40.0,
         "rounds": 10,
-        "providers": ["sm80", "tiled", "math", "efficient", "flash", "cudnn"],
+        "providers": ["sm90", "sm80", "tiled", "math", "efficient", "flash", "cudnn"],
     },
     "cpu": {
         "dtype": ["fp32"],
@@ -60,8 +61,72 @@ SMOKE = {
         for direction in ("forward", "backward")
     ],
 }
-SMOKE_PROVIDERS = ("sm80", "flash", "cudnn")  # of gpu_check
-OPTIONS = ("window", "group", "varlen", "dropout_p", "deterministic")
+SMOKE_PROVIDERS = ("sm90", "sm80", "flash", "cudnn")  # of gpu_check
+OPTIONS = (
+    "window",
+    "group",
+    "varlen",
+    "shortest",
+    "dropout_p",
+    "softcap",
+    "alibi",
+    "deterministic",
+)
+
+
+def combinations(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Every combination of the fields' values; the last varies fastest."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+class Preset(NamedTuple):
+    """Cases, by their fields but direction and dtype, and whom they compare."""
+
+    cases: list[dict[str, Any]]
+    providers: tuple[str, ...] = ("sm90", "fa3", "cudnn")
+    baseline: str = "fa3"
+
+
+MASKS = (False, True)
+PRESETS = {
+    "lengths": Preset(
+        combinations(
+            headdim=(64, 96, 128, 192, 256), causal=MASKS, seqlen=[2**n for n in range(10, 15)]
+        )
+    ),
+    "short": Preset(combinations(headdim=(64, 128, 256), causal=MASKS, seqlen=(128, 256, 512))),
+    "window": Preset(
+        combinations(window=(256, 1024, 4096), headdim=(64, 128), causal=[True], seqlen=[16384])
+    ),
+    "varlen": Preset(
+        [
+            {**lengths, **fields}
+            for lengths in ({"shortest": 64, "seqlen": 4096}, {"shortest": 1, "seqlen": 512})
+            for fields in combinations(
+                varlen=[True], headdim=(64, 128, 256), causal=MASKS, tokens=[65536]
+            )
+        ]
+    ),
+    "gqa": Preset(
+        [
+            {"group": nheads // 8, "width": nheads * fields["headdim"], **fields}
+            for nheads in (32, 64)
+            for fields in combinations(headdim=(64, 128), causal=MASKS, seqlen=(1024, 4096, 16384))
+        ]
+    ),
+    # No peer has these with instructions of Hopper.
+    "options": Preset(
+        [
+            {**option, **fields}
+            for option in ({"alibi": True}, {"dropout_p": 0.1}, {"softcap": 30.0})
+            for fields in combinations(
+                headdim=(64, 128, 256), causal=MASKS, seqlen=(1024, 4096, 16384)
+            )
+        ],
+        providers=("sm90", "sm80"),
+        baseline="sm80",
+    ),
+}
 
 
 def measure(
@@ -77,7 +142,7 @@ def measure(
     -------
     dict
         The fields of the case, ``ms`` and ``tflops`` by provider, ``ratio``: the speed of ours (the
-        best backend of this library that ran) over that of each peer, and ``skipped``: the reason
+        best backend of this library that ran) over that of each other, and ``skipped``: the reason
         by provider.
     """
     inputs = make_inputs(case, device)
@@ -102,7 +167,7 @@ def measure(
         "ratio": {
             name: round(tflops[ours] / value, 3)
             for name, value in tflops.items()
-            if ours is not None and name not in OURS
+            if ours is not None and name != ours
         },
         "skipped": skipped,
     }
@@ -127,7 +192,7 @@ def cells(row: Row, names: Sequence[str], options: Sequence[str], baseline: str)
         **{option: str(row[option]) for option in options},
         **{name: figure(tflops.get(name)) for name in names},
         f"to {baseline}": figure(ratio.get(baseline), 2),
-        "to best peer": figure(min(ratio.values(), default=None), 2),
+        "to best peer": figure(to_best_peer(ratio), 2),
     }
 
 
@@ -138,53 +203,64 @@ def figure(value: float | None, decimals: int = 1) -> str:
     return f"{value:.{decimals}f}" if value >= 10 or decimals > 1 else f"{value:.3g}"
 
 
+def to_best_peer(ratio: Mapping[str, float]) -> float | None:
+    """The least of the ratios to others than this library; None where no other ran."""
+    return min((value for name, value in ratio.items() if name not in OURS), default=None)
+
+
 def summary(rows: Sequence[Row], baseline: str) -> list[str]:
-    """Geometric mean and worst of the ratios, by direction and head dim."""
+    """Geometric mean and worst of the ratios: by direction, then by head dim and by options."""
     lines = []
-    headdims = dict.fromkeys(row["headdim"] for row in rows)
     for direction in dict.fromkeys(row["direction"] for row in rows):
-        for headdim in (None, *headdims) if len(headdims) > 1 else (None,):
-            ratios = [
-                row["ratio"]
-                for row in rows
-                if row["direction"] == direction and headdim in (None, row["headdim"])
-            ]
+        chosen = [row for row in rows if row["direction"] == direction]
+        by_headdim: dict[str, list[Row]] = {}
+        by_options: dict[str, list[Row]] = {}
+        for row in chosen:
+            by_headdim.setdefault(f"head dim {row['headdim']}", []).append(row)
+            by_options.setdefault(" ".join(plots.case_words(row)[1:]), []).append(row)
+        groups = {"all": chosen}
+        for more in (by_headdim, by_options):
+            groups |= more if len(more) > 1 else {}
+        for label, group in groups.items():
             to = {
-                baseline: [ratio[baseline] for ratio in ratios if baseline in ratio],
-                "the best peer": [min(ratio.values()) for ratio in ratios if ratio],
+                baseline: [row["ratio"].get(baseline) for row in group],
+                "the best peer": [to_best_peer(row["ratio"]) for row in group],
             }
-            texts = [
-                f"{statistics.geometric_mean(values):.2f} (worst {min(values):.2f}) to {peer}"
-                for peer, values in to.items()
-                if values
-            ]
-            label = "all head dims" if headdim is None else f"head dim {headdim}"
-            lines.append(f"{direction:9} {label:14} {', '.join(texts) or '-'}")
+            texts = [means(values, peer) for peer, values in to.items()]
+            lines.append(f"{direction:9} {label:20} {', '.join(filter(None, texts)) or '-'}")
     return lines
+
+
+def means(ratios: Sequence[float | None], peer: str) -> str:
+    """What the summary says of one peer, over the cases that it ran."""
+    values = [value for value in ratios if value is not None]
+    if not values:
+        return ""
+    cases = f"{len(values)} case{'s' if len(values) > 1 else ''}"
+    return f"{statistics.geometric_mean(values):.3f} (worst {min(values):.3f}, {cases}) to {peer}"
 
 
 def grid(arguments: argparse.Namespace) -> list[Case]:
     a, yes_no = arguments, {"no": [False], "yes": [True], "both": [False, True]}
-    axes = (a.direction, a.dtype, a.window, a.group, yes_no[a.varlen], a.headdim)
-    return [
-        Case(
-            direction=direction,
-            dtype=dtype,
-            headdim=headdim,
-            causal=causal,
-            seqlen=seqlen,
-            window=window,
-            group=group,
-            varlen=varlen,
-            dropout_p=a.dropout,
-            deterministic=a.deterministic,
-            tokens=a.tokens,
-            width=a.width,
-        )
-        for direction, dtype, window, group, varlen, headdim, causal, seqlen in itertools.product(
-            *axes, yes_no[a.causal], a.seqlen
-        )
-    ]
+    outer = {"direction": a.direction, "dtype": a.dtype}
+    if a.preset is not None:
+        return [
+            Case(**first, **fields)
+            for first in combinations(**outer)
+            for fields in PRESETS[a.preset].cases
+        ]
+    axes = {"window": a.window, "group": a.group, "varlen": yes_no[a.varlen]}
+    sizes = {"headdim": a.headdim, "causal": yes_no[a.causal], "seqlen": a.seqlen}
+    alone = {
+        "shortest": a.shortest,
+        "dropout_p": a.dropout,
+        "softcap": a.softcap,
+        "alibi": a.alibi,
+        "deterministic": a.deterministic,
+        "tokens": a.tokens,
+        "width": a.width,
+    }
+    return [Case(**fields, **alone) for fields in combinations(**outer, **axes, **sizes)]
 
 
 def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
@@ -210,7 +286,10 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     add("--window", nargs="+", type=int, default=[-1], help="keys seen to the left; -1: all")
     add("--group", nargs="+", type=int, default=[1], help="query heads of a key head")
     add("--varlen", choices=("no", "yes", "both"), default="no", help="packed random lengths")
+    add("--shortest", type=int, default=64, help="of the lengths, if varlen")
     add("--dropout", type=float, default=0.0, help="probability")
+    add("--softcap", type=float, default=0.0, help="of the scores; 0: none")
+    add("--alibi", action="store_true", help="slopes of ALiBi, one a head")
     add("--deterministic", action="store_true", help="gradients")
     add_arguments(parser)
     add("--baseline", default="flash", help="whom the first ratio is to")
@@ -219,8 +298,22 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     )
     add("--rounds", type=int, help="samples of each")
     add("--smoke", action="store_true", help="few cases; what says which is not read")
+    add(
+        "--preset",
+        choices=PRESETS,
+        help="cases of a comparison, with its providers, as attention-PRESET: of what says which, "
+        "--direction and --dtype alone are read",
+    )
     report.add_arguments(parser, "attention")
     parser.set_defaults(**DEFAULTS[device])
+    given = parser.parse_args(arguments)
+    if given.preset is not None:
+        preset = PRESETS[given.preset]
+        parser.set_defaults(
+            providers=list(preset.providers),
+            baseline=preset.baseline,
+            output=f"attention-{given.preset}",
+        )
     return parser.parse_args(arguments)
 
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 # Name in the legend and colour, in the order drawn.
 STYLES = {
-    "sm80": ("flash_attn sm80", "#1f4e9c"),
-    "sm80_ordered": ("flash_attn sm80, deterministic", "#4d7cc7"),
-    "tiled": ("flash_attn tiled", "#7fa8e0"),
+    "sm90": ("flash_attn sm90", "#1f4e9c"),
+    "sm80": ("flash_attn sm80", "#5b8bd0"),
+    "sm80_ordered": ("flash_attn sm80, deterministic", "#8fb2e0"),
+    "tiled": ("flash_attn tiled", "#bcd2ee"),
     "math": ("standard attention (PyTorch math)", "#8c8c8c"),
     "efficient": ("PyTorch memory-efficient", "#e3b23c"),
     "flash": ("PyTorch flash (FA2 on a GPU)", "#d1603d"),
@@ -81,7 +82,10 @@ def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
             panel.set_xlabel("sequence length")
         device, row = data["environment"]["device"], rows[0]
         title = f"Attention {' '.join(words)} on {device}"
-        sizes = f"{row['tokens']} tokens, {row['width']} / head dim query heads"
+        heads = f"{row['width']} / head dim query heads"
+        if any(other["width"] != row["width"] for other in rows):
+            heads = f"{row['nheads']} query and {row['nheads_kv']} key heads"
+        sizes = f"{row['tokens']} tokens, {heads}"
         finish(figure, f"{title}\n{sizes}", names)
         yield "-" + "-".join(words).replace(" ", ""), figure
 
@@ -90,9 +94,13 @@ def case_words(row: Row) -> tuple[str, ...]:
     """What the cases of one figure have in common: all but head dim, causal and seqlen."""
     left = f"window {row['window']}" if row["window"] >= 0 else ""
     group = f"group {row['group']}" if row["group"] > 1 else ""
+    row = {"shortest": 64, "softcap": 0.0, "alibi": False, **row}  # older records lack them
+    shortest = "" if row["shortest"] == 64 else f" from {row['shortest']}"
+    varlen = f"varlen{shortest}" if row["varlen"] else ""
     dropout = f"dropout {row['dropout_p']:g}" if row["dropout_p"] > 0 else ""
-    flags = (name if row[name] else "" for name in ("varlen", "deterministic"))
-    words = (row["direction"], row["dtype"], left, group, dropout, *flags)
+    softcap = f"softcap {row['softcap']:g}" if row["softcap"] > 0 else ""
+    flags = (name if row[name] else "" for name in ("alibi", "deterministic"))
+    words = (row["direction"], row["dtype"], left, group, varlen, dropout, softcap, *flags)
     return tuple(word for word in words if word)
 
 

@@ -22,7 +22,6 @@ from benchmarks.report import OURS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MATMULS = {"forward": 2, "backward": 5, "both": 7}
-SHORTEST = 64  # of the random lengths
 STANDARD_MATRICES = 4  # about what standard attention holds at once, each of N x N elements
 
 P = ParamSpec("P")
@@ -41,7 +40,10 @@ class Case(NamedTuple):
     window: int = -1  # keys that a query sees to its left and, unless causal, to its right
     group: int = 1  # query heads of a key head
     varlen: bool = False  # sequences of random lengths, packed
+    shortest: int = 64  # of the random lengths
     dropout_p: float = 0.0
+    softcap: float = 0.0
+    alibi: bool = False
     deterministic: bool = False
     tokens: int = 16384
     width: int = 2048
@@ -67,7 +69,7 @@ class Case(NamedTuple):
         draw = random.Random(0)
         lengths = [self.seqlen]
         while (rest := self.tokens - sum(lengths)) > 0:
-            lengths.append(min(rest, draw.randint(min(SHORTEST, self.seqlen), self.seqlen)))
+            lengths.append(min(rest, draw.randint(min(self.shortest, self.seqlen), self.seqlen)))
         return lengths
 
     @property
@@ -97,6 +99,7 @@ class Inputs(NamedTuple):
     v: Tensor
     dout: Tensor
     cu_seqlens: Tensor | None
+    alibi_slopes: Tensor | None  # (heads,)
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
@@ -108,12 +111,14 @@ def make_inputs(case: Case, device: str) -> Inputs:
         return x.requires_grad_(leaf and case.direction != "forward")
 
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    slopes = 2.0 ** (-8 * torch.arange(1, case.nheads + 1, device=device) / case.nheads)
     return Inputs(
         q=random_heads(case.nheads),
         k=random_heads(case.nheads_kv),
         v=random_heads(case.nheads_kv),
         dout=random_heads(case.nheads, leaf=False),
         cu_seqlens=cu_seqlens if case.varlen else None,
+        alibi_slopes=slopes if case.alibi else None,
     )
 
 
@@ -211,6 +216,8 @@ def _ours(backend: str, deterministic: bool = False) -> Provider:
             "dropout_p": case.dropout_p,
             "causal": case.causal,
             "window_size": case.window_size,
+            "softcap": case.softcap,
+            "alibi_slopes": x.alibi_slopes,
             "deterministic": case.deterministic or deterministic,
         }
         if x.cu_seqlens is None:
@@ -219,6 +226,13 @@ def _ours(backend: str, deterministic: bool = False) -> Provider:
         return flash_attn.flash_attn_varlen_func(x.q, x.k, x.v, *lengths, **options)
 
     return Provider(forward, lambda case: flash_attn.use_backend(backend))
+
+
+def _refuse(case: Case, *options: str) -> None:
+    """Raise where the case has one of the options."""
+    for option in options:
+        if getattr(case, option) != Case._field_defaults[option]:
+            raise NotImplementedError(f"no {option}")
 
 
 @contextmanager
@@ -260,8 +274,7 @@ def _torch_context(case: Case, backend: SDPBackend | None = None) -> Iterator[No
 
 def _sdpa(backend: SDPBackend) -> Provider:
     def forward(case: Case, x: Inputs) -> Tensor:
-        if case.window >= 0 or case.varlen:
-            raise NotImplementedError("no windows and no packed sequences")
+        _refuse(case, "window", "varlen", "softcap", "alibi")
         out = scaled_dot_product_attention(
             x.q.transpose(1, 2),
             x.k.transpose(1, 2),
@@ -300,6 +313,7 @@ def _flash() -> Provider:
 
 
 def _flash_operator(case: Case, x: Inputs) -> Tensor:
+    _refuse(case, "softcap", "alibi")
     left, right = case.window_size
     return torch.ops.aten._flash_attention_forward(
         x.q,
@@ -325,8 +339,7 @@ def _load_library(path: str) -> None:
 def _fa3(case: Case, x: Inputs, library: str | None) -> Tensor:
     if library is None:
         raise NotImplementedError("no library given (--fa3-library)")
-    if case.dropout_p > 0:
-        raise NotImplementedError("no dropout")
+    _refuse(case, "dropout_p", "alibi")
     _load_library(library)
     left, right = case.window_size
     longest = None if x.cu_seqlens is None else case.seqlen
@@ -338,6 +351,7 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Tensor:
         "is_causal": case.causal,
         "window_size_left": left,
         "window_size_right": right,
+        "softcap": case.softcap,  # refused by builds without it
     }
     return _FlashAttention3.apply(x.q, x.k, x.v, options, case.deterministic)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("sm80", "tiled")  # the backends of this library, best first
+OURS = ("sm90", "sm80", "tiled")  # the backends of this library, best first
 
 # One case: plain values, and dicts of figures by provider.
 Row = dict[str, Any]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import flash_attn
 from benchmarks import attention, memory
 from benchmarks.providers import (
     MATMULS,
@@ -73,7 +74,9 @@ def test_flops_are_those_of_the_visible_pairs(causal, window, varlen, direction)
         {"window": 40},
         {"window": 40, "causal": True, "group": 2},
         {"varlen": True, "causal": True},
-        {"varlen": True, "window": 40},
+        {"varlen": True, "window": 40, "shortest": 1},
+        {"alibi": True, "causal": True},
+        {"softcap": 3.0, "group": 2},
     ],
     ids=str,
 )
@@ -88,10 +91,14 @@ def test_providers_compute_the_same(options, direction, device):
         assert (result is None) == bool(reason)
         if result is not None:
             results[name] = result if isinstance(result, tuple) else (result,)
+    through_operator = not {"alibi", "softcap"} & set(options)
+    through_sdpa = through_operator and not {"varlen", "window"} & set(options)
     if device == "cuda":
-        assert {"sm80", "tiled", "flash", "flash_op"} <= set(results)
+        ours = {*flash_attn.available_backends("cuda"), "sm80"}
+        if direction == "both":
+            ours -= {"sm90"}  # has no backward yet
+        assert ours | ({"flash", "flash_op"} if through_operator else set()) <= set(results)
     else:
-        through_sdpa = not {"varlen", "window"} & set(options)
         assert set(results) == ({"tiled", "math", "flash"} if through_sdpa else {"tiled"})
     for name, tensors in results.items():
         for x, expected in zip(tensors, results["tiled"], strict=True):
@@ -114,6 +121,51 @@ def test_attention(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "skipped fa3 in 24 cases: no library given (--fa3-library)" in printed.out
     assert "geometric mean" in printed.out and "23/24  both fp32 group 2 varlen" in printed.err
+
+
+@pytest.mark.parametrize("name", attention.PRESETS)
+def test_presets(name):
+    arguments = ["--preset", name, "--direction", "forward", "--dtype", "bf16", "fp16"]
+    a = attention.parse([*arguments, "--providers", "sm90", "tiled"], "cuda")
+    assert a.providers == ["sm90", "tiled"] and a.output == f"attention-{name}"
+    a = attention.parse(arguments, "cuda")
+    assert a.providers[0] == "sm90" and a.baseline == a.providers[1]
+    cases = attention.grid(a)
+    assert len(cases) == len(set(cases)) == 2 * len(attention.PRESETS[name].cases)
+    for case in cases:
+        assert case.direction == "forward" and sum(case.lengths) == case.tokens
+        assert max(case.lengths) == case.seqlen and case.flops > 0
+        assert min(case.lengths[:-1], default=case.seqlen) >= case.shortest
+    heads = {(case.nheads, case.nheads_kv) for case in cases}
+    if name == "gqa":
+        assert heads == {(32, 8), (64, 8)}
+    else:
+        assert heads == {(2048 // case.headdim,) * 2 for case in cases}
+
+
+def test_preset_run_and_summary(tmp_path, capsys, monkeypatch):
+    size = {"headdim": 32, "causal": True, "tokens": 64, "width": 64}
+    cases = [{**size, "seqlen": n, **option} for n in (32, 64) for option in ({}, {"alibi": True})]
+    preset = attention.Preset(cases, providers=("sm90", "tiled", "math"), baseline="math")
+    monkeypatch.setitem(attention.PRESETS, "tiny", preset)
+    arguments = ("--preset", "tiny", "--direction", "forward", "--dtype", "fp32", "--rounds", "1")
+    plain, alibi, *_ = run(attention.main, tmp_path, "tiny", *arguments)
+    assert {"tiled", "math"} == set(plain["tflops"]) and plain["ratio"].keys() == {"math"}
+    assert alibi["skipped"]["math"] == "no alibi" and not alibi["ratio"]
+    printed = capsys.readouterr().out
+    assert "skipped math in 2 cases: no alibi" in printed
+    assert len(list(tmp_path.glob("tiny-*.png"))) == 2 * DRAWS  # with ALiBi and without
+
+    for row, ratio in zip((plain, alibi), ({"sm80": 1.5, "fa3": 2.0}, {"fa3": 0.5}), strict=True):
+        row["ratio"] = ratio
+    lines = [" ".join(line.split()) for line in attention.summary([plain, alibi], "sm80")]
+    assert lines == [
+        "forward all 1.500 (worst 1.500, 1 case) to sm80, "
+        "1.000 (worst 0.500, 2 cases) to the best peer",
+        "forward fp32 1.500 (worst 1.500, 1 case) to sm80, "
+        "2.000 (worst 2.000, 1 case) to the best peer",
+        "forward fp32 alibi 0.500 (worst 0.500, 1 case) to the best peer",
+    ]
 
 
 def test_smoke(tmp_path):
