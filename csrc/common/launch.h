@@ -1,6 +1,7 @@
 // What every kernel launch needs.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -22,6 +23,20 @@ void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& dev
                                   static_cast<int>(bytes)),
              "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)");
   devices.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// Of the current device.
+inline int multiprocessors() {
+  static std::array<std::atomic<int>, 64> known{};
+  int device, count = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < 64) count = known[device].load(std::memory_order_relaxed);
+  if (count == 0) {
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute(MultiProcessorCount)");
+    if (device < 64) known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
 }
 
 }  // namespace flash

@@ -49,17 +49,18 @@ __device__ BlockRange query_blocks(const Mask& mask, int seqlen_q, int key_begin
   return {first / kBlockM, last < 0 ? 0 : last / kBlockM + 1};
 }
 
-// Sets the scores of invisible keys to -inf. `row` and `key` are those of the thread's first score.
+// Sets the scores of invisible keys to -inf. `key` is that of the thread's first score; rows
+// r, r + 8 of accumulator m are those of queries row_of(m, 0) and row_of(m, 1).
 // scores: (kRowTiles, kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
-template <int kRowTiles, int kColTiles>
-__device__ void apply_mask(float (&scores)[kRowTiles][kColTiles][4], const Mask& mask, int row,
+template <int kRowTiles, int kColTiles, typename RowOf>
+__device__ void apply_mask(float (&scores)[kRowTiles][kColTiles][4], const Mask& mask, RowOf row_of,
                            int key) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int begin = mask.first_key(row + m * 16 + half * 8) - key;
-      const int end = mask.end_key(row + m * 16 + half * 8) - key;
+      const int row = row_of(m, half);
+      const int begin = mask.first_key(row) - key, end = mask.end_key(row) - key;
 #pragma unroll
       for (int n = 0; n < kColTiles; ++n) {
 #pragma unroll

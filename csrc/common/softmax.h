@@ -34,6 +34,26 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// A warp that has its rows for itself.
+struct WarpTeam {
+  // Whether `outgrown` is true in any lane of the team. If so, row_max, one value for each row that
+  // the lane holds, becomes the maximum over all lanes that share the row.
+  template <int kRows>
+  __device__ bool agree(bool outgrown, float (&row_max)[kRows]) const {
+    if (!__any_sync(0xffffffff, outgrown)) return false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) row_max[r] = quad_max(row_max[r]);
+    return true;
+  }
+
+  // Over all lanes that share a row.
+  template <int kRows>
+  __device__ void sum(float (&x)[kRows]) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r] = quad_sum(x[r]);
+  }
+};
+
 // Running state of the rows that a lane holds: row 2 * m + half is row g + 8 * half of accumulator
 // m (ptx/mma_sync.h).
 template <int kRowTiles>
@@ -57,6 +77,16 @@ struct SoftmaxState {
     }
   }
 
+  // The sink of each row, as above.
+  __device__ SoftmaxState(float scale_log2, const float (&sinks)[kRows], bool counts_sink)
+      : SoftmaxState(scale_log2, -INFINITY, false) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      reference[r] = fmaxf(sinks[r] * kLog2e, -FLT_MAX);
+      sum[r] = counts_sink && reference[r] > -FLT_MAX ? 1.f : 0.f;
+    }
+  }
+
   // Unnormalized probability of a score of accumulator m, place j (0..3); it joins the row's sum.
   __device__ float exponentiate(float score, int m, int j) {
     const int r = 2 * m + j / 2;
@@ -67,14 +97,14 @@ struct SoftmaxState {
 };
 
 // Takes notice of the next block of scores: where their maximum has outgrown a row's reference, the
-// reference rises and what `out` has accumulated is rescaled to it. The exponentials are left to
-// `exponentiate`, beside the matmul that needs them.
-// scores: (kRowTiles, kScoreTiles), out: (kRowTiles, kOutTiles) accumulators of m16n8
-// team: the lanes that share rows (sm80/row_team.cuh)
-template <int kRowTiles, int kScoreTiles, int kOutTiles, typename Team>
-__device__ void online_softmax_step(SoftmaxState<kRowTiles>& state,
-                                    const float (&scores)[kRowTiles][kScoreTiles][4],
-                                    float (&out)[kRowTiles][kOutTiles][4], const Team& team) {
+// reference rises and the sum is rescaled to it. Whether any row of the team did; then `out` wants
+// rescale_output with the factors. The exponentials are left to `exponentiate`.
+// scores: (kRowTiles, kScoreTiles) accumulators of m16n8
+// team: the lanes that share rows
+template <int kRowTiles, int kScoreTiles, typename Team>
+__device__ bool raise_reference(SoftmaxState<kRowTiles>& state,
+                                const float (&scores)[kRowTiles][kScoreTiles][4],
+                                float (&factors)[2 * kRowTiles], const Team& team) {
   constexpr int kRows = 2 * kRowTiles;
   float row_max[kRows];  // of this lane's scores, later of the whole row
   bool outgrown = false;
@@ -88,21 +118,31 @@ __device__ void online_softmax_step(SoftmaxState<kRowTiles>& state,
     }
     outgrown |= fmaf(row_max[r], state.scale_log2, -state.reference[r]) > kRescaleThreshold;
   }
-  if (!team.agree(outgrown, row_max)) return;
+  if (!team.agree(outgrown, row_max)) return false;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int m = r / 2, j = r % 2 * 2;
     const float scaled_max = row_max[r] * state.scale_log2;
+    factors[r] = 1.f;
     // Each row decides for itself, so that its result does not depend on its neighbours.
     if (scaled_max - state.reference[r] > kRescaleThreshold) {
-      const float rescale = ptx::ex2(state.reference[r] - scaled_max);
+      factors[r] = ptx::ex2(state.reference[r] - scaled_max);
       state.reference[r] = scaled_max;
-      state.sum[r] *= rescale;
+      state.sum[r] *= factors[r];
+    }
+  }
+  return true;
+}
+
+// out: (kRowTiles, kOutTiles) accumulators of m16n8
+template <int kRowTiles, int kOutTiles>
+__device__ void rescale_output(float (&out)[kRowTiles][kOutTiles][4],
+                               const float (&factors)[2 * kRowTiles]) {
 #pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-        out[m][n][j] *= rescale;
-        out[m][n][j + 1] *= rescale;
-      }
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[m][n][j] *= factors[2 * m + j / 2];
     }
   }
 }

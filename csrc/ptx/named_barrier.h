@@ -9,7 +9,13 @@ __device__ inline void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; returns whether `x` is true in any of them.
+// Counts as having come, without waiting.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: bar" (.arrive)
+__device__ inline void bar_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// bar_sync; returns whether `x` is true in any of them.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: bar" (.red.or.pred)
 __device__ inline bool bar_any(int id, int threads, bool x) {
   int any;

@@ -226,7 +226,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
                         [&](int m, int n, int j, float slope) { softcap_slope[m][n][j] = slope; });
       }
       if (mask.cuts(warp_m_begin, kRowsS * 16, warp_n_begin, kColsS * 8)) {
-        apply_mask(p, mask, warp_m_begin + lane / 4, warp_n_begin + lane % 4 * 2);
+        const auto row_of = [&](int m, int half) {
+          return warp_m_begin + lane / 4 + m * 16 + half * 8;
+        };
+        apply_mask(p, mask, row_of, warp_n_begin + lane % 4 * 2);
       }
 #pragma unroll
       for (int r = 0; r < 2 * kRowsS; ++r) {

@@ -222,9 +222,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     const int key = warp_n_begin + lane % 4 * 2;
     if constexpr (kFull) transform.apply(scores, row, key, [](int, int, int, float) {});
     if (mask.cuts(row - lane / 4, kTeamRows, n_begin, kBlockN)) {
-      apply_mask(scores, mask, row, key);
+      apply_mask(scores, mask, [row](int m, int half) { return row + m * 16 + half * 8; }, key);
     }
-    online_softmax_step(softmax, scores, out, team);
+    float factors[2 * kRowTiles];
+    if (raise_reference(softmax, scores, factors, team)) rescale_output(out, factors);
 
     ptx::cp_async_wait_all();
     __syncthreads();  // V has arrived; every warp is done with K

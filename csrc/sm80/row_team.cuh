@@ -12,29 +12,11 @@ namespace flash::sm80 {
 template <int kWarps>
 struct RowTeam;
 
-// One warp has the rows for itself.
 template <>
-struct RowTeam<1> {
+struct RowTeam<1> : WarpTeam {
   static constexpr int rank = 0;
 
   __device__ void wait() const {}
-
-  // Whether `outgrown` is true in any lane of the team. If so, row_max, one value for each row that
-  // the lane holds, becomes the maximum over all lanes that share the row.
-  template <int kRows>
-  __device__ bool agree(bool outgrown, float (&row_max)[kRows]) const {
-    if (!__any_sync(0xffffffff, outgrown)) return false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) row_max[r] = quad_max(row_max[r]);
-    return true;
-  }
-
-  // Over all lanes that share a row.
-  template <int kRows>
-  __device__ void sum(float (&x)[kRows]) const {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) x[r] = quad_sum(x[r]);
-  }
 };
 
 // Two warps. Between two calls of agree or sum they meet elsewhere (wait), so that what they gave

@@ -1,0 +1,169 @@
+// Matrix multiply-accumulate by one warpgroup: wgmma (Hopper).
+//
+// D, (64, N) in registers: warp w of the group holds rows 16 w .. 16 w + 15, each 8 columns like an
+// accumulator of m16n8 (ptx/mma_sync.h), d[n] being columns 8 n .. 8 n + 7.
+// A, (64, 16): in registers like the A operand of m16n8k16, or in shared memory. B, (16, N): in
+// shared memory. What lies there is given by a descriptor.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flash::ptx {
+
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor Format"
+// Matrices in shared memory are swizzled within rows of kRowBytes (128 or 64), as
+// cuTensorMapEncodeTiled does it. For a K-major matrix (rows of k) `group_stride` does not count;
+// for an MN-major one it is the distance in bytes from one kRowBytes of columns to the next.
+template <int kRowBytes>
+__device__ constexpr uint64_t wgmma_descriptor(uint32_t shared_address, uint32_t group_stride) {
+  static_assert(kRowBytes == 128 || kRowBytes == 64);
+  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+  constexpr uint64_t kEightRows = 8 * kRowBytes;
+  return kSwizzle << 62 | (kEightRows >> 4) << 32 | uint64_t{group_stride >> 4} << 16 |
+         (shared_address & 0x3ffff) >> 4;
+}
+
+// PTX ISA, "Asynchronous wgmma Proxy Operations: wgmma.fence": before the first wgmma, and after
+// registers that one will read or write were written.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+
+// PTX ISA, "Asynchronous wgmma Proxy Operations: wgmma.commit_group"
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+
+// Waits for all committed groups but the last kPending; then `d` holds what they computed.
+// PTX ISA, "Asynchronous wgmma Proxy Operations: wgmma.wait_group"
+template <int kPending, int kTiles>
+__device__ inline void wgmma_wait(float (&d)[kTiles][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {  // or the compiler would read d earlier
+#pragma unroll
+    for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(d[n][j])::"memory");
+  }
+}
+
+// FLASH_TEXT_g names the operands of g groups of 16 columns in assembly, FLASH_REGISTERS_g hands
+// them over.
+#define FLASH_REGISTERS(g)                                                            \
+  "+f"(d[2 * (g)][0]), "+f"(d[2 * (g)][1]), "+f"(d[2 * (g)][2]), "+f"(d[2 * (g)][3]), \
+      "+f"(d[2 * (g) + 1][0]), "+f"(d[2 * (g) + 1][1]), "+f"(d[2 * (g) + 1][2]),      \
+      "+f"(d[2 * (g) + 1][3])
+#define FLASH_TEXT_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FLASH_TEXT_2 FLASH_TEXT_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FLASH_TEXT_3 FLASH_TEXT_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define FLASH_TEXT_4 FLASH_TEXT_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define FLASH_TEXT_5 FLASH_TEXT_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FLASH_TEXT_6 FLASH_TEXT_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define FLASH_TEXT_7 FLASH_TEXT_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FLASH_TEXT_8 FLASH_TEXT_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FLASH_TEXT_9 FLASH_TEXT_8 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define FLASH_TEXT_10 FLASH_TEXT_9 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define FLASH_TEXT_11 FLASH_TEXT_10 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define FLASH_TEXT_12 FLASH_TEXT_11 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define FLASH_TEXT_13 FLASH_TEXT_12 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define FLASH_TEXT_14 FLASH_TEXT_13 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define FLASH_TEXT_15 FLASH_TEXT_14 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define FLASH_TEXT_16 FLASH_TEXT_15 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define FLASH_REGISTERS_1 FLASH_REGISTERS(0)
+#define FLASH_REGISTERS_2 FLASH_REGISTERS_1, FLASH_REGISTERS(1)
+#define FLASH_REGISTERS_3 FLASH_REGISTERS_2, FLASH_REGISTERS(2)
+#define FLASH_REGISTERS_4 FLASH_REGISTERS_3, FLASH_REGISTERS(3)
+#define FLASH_REGISTERS_5 FLASH_REGISTERS_4, FLASH_REGISTERS(4)
+#define FLASH_REGISTERS_6 FLASH_REGISTERS_5, FLASH_REGISTERS(5)
+#define FLASH_REGISTERS_7 FLASH_REGISTERS_6, FLASH_REGISTERS(6)
+#define FLASH_REGISTERS_8 FLASH_REGISTERS_7, FLASH_REGISTERS(7)
+#define FLASH_REGISTERS_9 FLASH_REGISTERS_8, FLASH_REGISTERS(8)
+#define FLASH_REGISTERS_10 FLASH_REGISTERS_9, FLASH_REGISTERS(9)
+#define FLASH_REGISTERS_11 FLASH_REGISTERS_10, FLASH_REGISTERS(10)
+#define FLASH_REGISTERS_12 FLASH_REGISTERS_11, FLASH_REGISTERS(11)
+#define FLASH_REGISTERS_13 FLASH_REGISTERS_12, FLASH_REGISTERS(12)
+#define FLASH_REGISTERS_14 FLASH_REGISTERS_13, FLASH_REGISTERS(13)
+#define FLASH_REGISTERS_15 FLASH_REGISTERS_14, FLASH_REGISTERS(14)
+#define FLASH_REGISTERS_16 FLASH_REGISTERS_15, FLASH_REGISTERS(15)
+
+// d += a * b, or d = a * b. kTransB: b is MN-major. The numbers are those of the operands after d.
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions: wgmma.mma_async"
+#define FLASH_WGMMA_OF(N, GROUPS, T, TYPE, I0, I1, I2, I3, I4, I5, I6)                            \
+  template <int kTransB>                                                                          \
+  __device__ inline void wgmma_k16(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b,      \
+                                   bool accumulate, T) {                                          \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                         \
+                 ", 0;\n"                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                  \
+                 " {" FLASH_TEXT_##GROUPS "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4    \
+                                          ", p, 1, 1, %" #I6 ";\n}\n"                             \
+                 : FLASH_REGISTERS_##GROUPS                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                            \
+                   "r"(static_cast<int>(accumulate)), "n"(kTransB));                              \
+  }                                                                                               \
+  template <int kTransB>                                                                          \
+  __device__ inline void wgmma_k16(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool accumulate, \
+                                   T) {                                                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                         \
+                 ", 0;\n"                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                  \
+                 " {" FLASH_TEXT_##GROUPS "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, %" #I3 ";\n}\n"     \
+                 : FLASH_REGISTERS_##GROUPS                                                       \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransB));              \
+  }
+#define FLASH_WGMMA(N, GROUPS, ...)                     \
+  FLASH_WGMMA_OF(N, GROUPS, __half, "f16", __VA_ARGS__) \
+  FLASH_WGMMA_OF(N, GROUPS, __nv_bfloat16, "bf16", __VA_ARGS__)
+
+FLASH_WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30)
+FLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
+FLASH_WGMMA(80, 5, 40, 41, 42, 43, 44, 45, 46)
+FLASH_WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)
+FLASH_WGMMA(112, 7, 56, 57, 58, 59, 60, 61, 62)
+FLASH_WGMMA(128, 8, 64, 65, 66, 67, 68, 69, 70)
+FLASH_WGMMA(144, 9, 72, 73, 74, 75, 76, 77, 78)
+FLASH_WGMMA(160, 10, 80, 81, 82, 83, 84, 85, 86)
+FLASH_WGMMA(176, 11, 88, 89, 90, 91, 92, 93, 94)
+FLASH_WGMMA(192, 12, 96, 97, 98, 99, 100, 101, 102)
+FLASH_WGMMA(208, 13, 104, 105, 106, 107, 108, 109, 110)
+FLASH_WGMMA(224, 14, 112, 113, 114, 115, 116, 117, 118)
+FLASH_WGMMA(240, 15, 120, 121, 122, 123, 124, 125, 126)
+FLASH_WGMMA(256, 16, 128, 129, 130, 131, 132, 133, 134)
+
+#undef FLASH_WGMMA
+#undef FLASH_WGMMA_OF
+#undef FLASH_REGISTERS
+#undef FLASH_TEXT_1
+#undef FLASH_REGISTERS_1
+#undef FLASH_TEXT_2
+#undef FLASH_REGISTERS_2
+#undef FLASH_TEXT_3
+#undef FLASH_REGISTERS_3
+#undef FLASH_TEXT_4
+#undef FLASH_REGISTERS_4
+#undef FLASH_TEXT_5
+#undef FLASH_REGISTERS_5
+#undef FLASH_TEXT_6
+#undef FLASH_REGISTERS_6
+#undef FLASH_TEXT_7
+#undef FLASH_REGISTERS_7
+#undef FLASH_TEXT_8
+#undef FLASH_REGISTERS_8
+#undef FLASH_TEXT_9
+#undef FLASH_REGISTERS_9
+#undef FLASH_TEXT_10
+#undef FLASH_REGISTERS_10
+#undef FLASH_TEXT_11
+#undef FLASH_REGISTERS_11
+#undef FLASH_TEXT_12
+#undef FLASH_REGISTERS_12
+#undef FLASH_TEXT_13
+#undef FLASH_REGISTERS_13
+#undef FLASH_TEXT_14
+#undef FLASH_REGISTERS_14
+#undef FLASH_TEXT_15
+#undef FLASH_REGISTERS_15
+#undef FLASH_TEXT_16
+#undef FLASH_REGISTERS_16
+
+}  // namespace flash::ptx

@@ -1,0 +1,78 @@
+// Tile shapes and shared memory of the Hopper forward.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "params.h"
+#include "sm90/tile_scheduler.cuh"
+
+namespace flash::sm90 {
+
+constexpr int kWarpgroup = 128;     // threads
+constexpr int kWarpgroupRows = 64;  // of wgmma
+
+struct ForwardTile {
+  int block_m;         // queries of a tile: 64 for each consumer warpgroup
+  int block_n;         // keys of one step
+  int stages;          // of K and of V in shared memory
+  bool output_over_q;  // the output leaves through Q's place, or has one of its own
+  bool take_turns;  // warpgroups issue their matmuls in turn, so that softmax and matmul alternate
+};
+
+constexpr ForwardTile forward_tile(int headdim, int headdim_v) {
+  switch (headdim) {
+    case 64:
+      return {192, 128, 2, false, true};
+    case 96:
+      return {128, 128, 2, false, true};
+    case 128:
+      return {128, 128, 2, false, true};
+    case 192:
+      if (headdim_v == 128) return {128, 128, 2, true, false};
+      return {128, 96, 2, true, false};
+    default:
+      return {128, 80, 2, true, false};
+  }
+}
+
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_>
+struct ForwardConfig {
+  using T = T_;
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_);
+  static constexpr FeatureSet kFeatures = kFeatures_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
+  static constexpr int kStages = kTile.stages;
+  static constexpr bool kOutputOverQ = kTile.output_over_q;
+  static constexpr bool kTakeTurns = kTile.take_turns;
+  // A box of the copy engine has this many columns, a tile is made of such (rows, kBoxCols) parts.
+  static constexpr int kBoxCols = kHeadDim % 64 == 0 ? 64 : 32;
+
+  static constexpr int kConsumers = kBlockM / kWarpgroupRows;  // warpgroups
+  static constexpr int kConsumerWarps = kConsumers * 4;
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+
+  static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3));
+  static_assert(kHeadDimV % kBoxCols == 0 && kHeadDimV <= kHeadDim);
+
+  struct SharedStorage {
+    alignas(1024) T q[kBlockM * kHeadDim];
+    alignas(1024) T k[kStages][kBlockN * kHeadDim];
+    alignas(1024) T v[kStages][kBlockN * kHeadDimV];
+    alignas(1024) T out[kOutputOverQ ? 8 : kBlockM * kHeadDimV];
+    // Barriers: "full" when the copy engine has written, "empty" when the consumers have read.
+    uint64_t q_full, q_empty;
+    uint64_t k_full[kStages], k_empty[kStages];
+    uint64_t v_full[kStages], v_empty[kStages];
+    uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
+    uint64_t tile_full, tile_empty;
+    Tile tile;
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,537 @@
+// Attention forward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+//
+// Thread blocks stay on their SM and take tile after tile. One warp, the scheduler, finds the next;
+// one, the producer, has the copy engine fill shared memory: Q of a tile, then its blocks of keys
+// and values from the last to the first. Two or three warpgroups, the consumers, own 64 queries
+// each; scores and output stay in registers.
+//
+// NaN or Inf outside a sequence never reaches its result; of keys inside it that the mask hides
+// from a query the same is said as in sm80/forward_kernel.cuh.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cuda/ptx>
+
+#include "common/dropout.h"
+#include "common/mask.h"
+#include "common/pack.h"
+#include "common/scores.h"
+#include "common/sequence.h"
+#include "common/shared_tile.h"
+#include "common/softmax.h"
+#include "common/warp.h"
+#include "params.h"
+#include "ptx/named_barrier.h"
+#include "ptx/setmaxnreg.h"
+#include "ptx/wgmma.h"
+#include "sm90/forward_config.cuh"
+#include "sm90/tile_scheduler.cuh"
+
+namespace flash::sm90 {
+
+// Boxes have kBoxCols columns; outside the tensors they read zeros and write nothing.
+struct ForwardMaps {
+  CUtensorMap q;    // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
+  CUtensorMap k;    // (slots, nheads_kv, rows, headdim), box: key_box_rows
+  CUtensorMap v;    // (slots, nheads_kv, rows, headdim_v)
+  CUtensorMap out;  // (batch, nheads, rows, headdim_v), box: kWarpgroupRows
+};
+
+// A place in a ring of barriers and how often it has come round.
+template <int kSize>
+struct Ring {
+  int place = 0;
+  uint32_t phase = 0;
+
+  __device__ void advance() {
+    if (++place == kSize) place = 0, phase ^= 1;
+  }
+};
+
+// Waits for the end of a barrier's phase. A new barrier is in phase 0, and its phase 1 counts as
+// over.
+__device__ inline void wait(uint64_t& barrier, uint32_t phase) {
+  while (!cuda::ptx::mbarrier_try_wait_parity(&barrier, phase)) {
+  }
+}
+
+__device__ inline void arrive(uint64_t& barrier) { cuda::ptx::mbarrier_arrive(&barrier); }
+
+__device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) arrive(barrier);
+}
+
+// One tile: queries m_begin .. m_end - 1 and the keys that one of them sees, n_begin .. n_end - 1.
+template <int kBlockN>
+struct TileRange {
+  Sequence sequence;
+  Mask mask;
+  int m_begin, m_end;
+  int n_begin, n_end;  // n_begin is a multiple of kBlockN; n_begin >= n_end: none
+
+  __device__ TileRange(const ForwardParams& params, const Schedule& schedule, const Tile& tile)
+      : sequence(params, tile.batch),
+        mask{sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q, params.window_left,
+             params.window_right},
+        m_begin(tile.m_block * schedule.rows),
+        m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
+        n_begin(mask.first_key(m_begin) / kBlockN * kBlockN),
+        n_end(mask.end_key(m_end - 1)) {}
+
+  // First key of the block that is taken first.
+  __device__ int last_block() const { return (n_end - 1) / kBlockN * kBlockN; }
+};
+
+// By each warp of the producer and the consumers; `phase` is the caller's.
+template <typename SharedStorage>
+__device__ Tile receive_tile(SharedStorage& shared, uint32_t& phase, int lane) {
+  wait(shared.tile_full, phase);
+  const Tile tile = shared.tile;
+  arrive_of_warp(shared.tile_empty, lane);
+  phase ^= 1;
+  return tile;
+}
+
+// ---- Scheduler ---------------------------------------------------------------------------------
+
+template <typename SharedStorage>
+__device__ void distribute_tiles(const ForwardParams& params, const Schedule& schedule,
+                                 SharedStorage& shared, int lane) {
+  TileScheduler scheduler(params, schedule, lane);
+  for (uint32_t phase = 0;; phase ^= 1) {
+    const Tile tile = scheduler.tile();
+    if (lane == 0) shared.tile = tile;
+    arrive_of_warp(shared.tile_full, lane);
+    if (tile.batch < 0) return;
+    // Only when all have begun this tile is the next drawn: whoever is done first shall have it.
+    wait(shared.tile_empty, phase);
+    scheduler.next();
+  }
+}
+
+// ---- Producer ----------------------------------------------------------------------------------
+
+// Has the copy engine fetch rows `row` .. `row + kBlockN - 1` of a sequence's keys or values, all
+// lanes of a warp together. tile: (kCols / kBoxCols, kBlockN, kBoxCols)
+template <typename Config, int kCols>
+__device__ void load_keys(typename Config::T* tile, const CUtensorMap& map, uint64_t& full,
+                          const ForwardParams& params, int box_rows, const Sequence& sequence,
+                          int batch, int row, int head_kv, int lane) {
+  constexpr int kBoxCols = Config::kBoxCols, kBlockN = Config::kBlockN;
+  if (lane == 0) {
+    cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
+                                         cuda::ptx::space_shared, &full, kBlockN * kCols * 2);
+  }
+  __syncwarp();
+  const int boxes = kBlockN / box_rows;  // along the keys
+  for (int i = lane; i < boxes * (kCols / kBoxCols); i += 32) {
+    const int part = i / boxes, box_row = i % boxes * box_rows;
+    int slot = sequence.k_batch, slot_row = sequence.k_first + row + box_row;
+    if (params.block_table != nullptr) {
+      // Past the table's end it fetches some page: what lies outside the sequence is hidden.
+      const int page = min(slot_row, params.seqlen_k - 1) / params.page_size;
+      slot = params.block_table[batch * params.block_table_stride + page];
+      slot = min(max(slot, 0), params.slots_k - 1);
+      slot_row %= params.page_size;
+    }
+    cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global,
+                                    tile + (part * kBlockN + box_row) * kBoxCols, &map,
+                                    {part * kBoxCols, slot_row, head_kv, slot}, &full);
+  }
+}
+
+// Zeros rows `valid_rows` .. kBlockN - 1 of a block of V, by one warp: their probabilities are 0,
+// but 0 * NaN is NaN.
+template <typename Config>
+__device__ void clear_tail(typename Config::T* tile, int valid_rows, int lane) {
+  constexpr int kChunks = Config::kBoxCols / 8;  // of a row of a part
+  for (int part = 0; part < Config::kHeadDimV / Config::kBoxCols; ++part) {
+    auto* const rows = reinterpret_cast<uint4*>(tile + part * Config::kBlockN * Config::kBoxCols);
+    for (int i = valid_rows * kChunks + lane; i < Config::kBlockN * kChunks; i += 32) {
+      rows[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+}
+
+template <typename Config>
+__device__ void produce(const ForwardParams& params, const ForwardMaps& maps,
+                        const Schedule& schedule, typename Config::SharedStorage& shared,
+                        int lane) {
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBoxCols = Config::kBoxCols;
+  const int group = params.nheads / params.nheads_kv;
+  // Whether there may be anything but zeros behind a sequence's last key.
+  const bool tail = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr ||
+                    params.block_table != nullptr;
+  Ring<Config::kStages> k_ring, v_ring;
+  uint32_t tile_phase = 0, q_phase = 0, tail_phase = 0;
+
+  for (;;) {
+    const Tile tile = receive_tile(shared, tile_phase, lane);
+    if (tile.batch < 0) break;
+    const TileRange<kBlockN> range(params, schedule, tile);
+    const Sequence& sequence = range.sequence;
+    const int head_kv = tile.head * schedule.group / group;
+    const auto load_k = [&](int n) {
+      wait(shared.k_empty[k_ring.place], k_ring.phase ^ 1);
+      load_keys<Config, Config::kHeadDim>(
+          shared.k[k_ring.place], maps.k, shared.k_full[k_ring.place], params,
+          schedule.key_box_rows, sequence, tile.batch, n, head_kv, lane);
+      k_ring.advance();
+    };
+    const auto load_v = [&](int n) {
+      wait(shared.v_empty[v_ring.place], v_ring.phase ^ 1);
+      const bool clear = tail && n + kBlockN > sequence.seqlen_k;
+      load_keys<Config, Config::kHeadDimV>(
+          shared.v[v_ring.place], maps.v, clear ? shared.tail_full : shared.v_full[v_ring.place],
+          params, schedule.key_box_rows, sequence, tile.batch, n, head_kv, lane);
+      if (clear) {
+        wait(shared.tail_full, tail_phase);
+        tail_phase ^= 1;
+        clear_tail<Config>(shared.v[v_ring.place], sequence.seqlen_k - n, lane);
+        arrive_of_warp(shared.v_full[v_ring.place], lane);
+      }
+      v_ring.advance();
+    };
+
+    if (range.n_begin < range.n_end) {
+      int n = range.last_block();
+      load_k(n);
+      wait(shared.q_empty, q_phase ^ 1);
+      q_phase ^= 1;
+      if (lane == 0) {
+        cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
+                                             cuda::ptx::space_shared, &shared.q_full,
+                                             schedule.rows * schedule.group * Config::kHeadDim * 2);
+      }
+      __syncwarp();
+      if (lane < Config::kHeadDim / kBoxCols) {
+        cuda::ptx::cp_async_bulk_tensor(
+            cuda::ptx::space_cluster, cuda::ptx::space_global, shared.q + lane * kBlockM * kBoxCols,
+            &maps.q,
+            {lane * kBoxCols, tile.head * schedule.group % group, sequence.q_first + range.m_begin,
+             head_kv, sequence.q_batch},
+            &shared.q_full);
+      }
+      for (; n >= range.n_begin; n -= kBlockN) {
+        if (n > range.n_begin) load_k(n - kBlockN);
+        load_v(n);
+      }
+    }
+  }
+}
+
+// ---- Consumers ---------------------------------------------------------------------------------
+
+// Ids of named barriers; there is one of each for each consumer warpgroup.
+enum NamedBarrier { kTurn = 1, kWarpgroupBarrier = 4 };
+
+// Starts S = Q K^T. q, k: descriptors of (kHeadDim / kBoxCols, rows, kBoxCols), of kBlockM rows
+// from the warpgroup's first on and of kBlockN rows
+template <typename Config>
+__device__ void start_scores(float (&scores)[Config::kBlockN / 8][4], uint64_t q, uint64_t k) {
+  constexpr int kSteps = Config::kBoxCols / 16;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < Config::kHeadDim / 16; ++d) {
+    const int part = d / kSteps, bytes = d % kSteps * 32;
+    ptx::wgmma_k16<0>(scores, q + (part * Config::kBlockM * Config::kBoxCols * 2 + bytes) / 16,
+                      k + (part * Config::kBlockN * Config::kBoxCols * 2 + bytes) / 16, d > 0,
+                      typename Config::T());
+  }
+  ptx::wgmma_commit();
+}
+
+// Starts O += P V. p: A operands, 16 keys each. v: descriptor of (kHeadDimV / kBoxCols, kBlockN,
+// kBoxCols)
+template <typename Config>
+__device__ void start_output(float (&out)[Config::kHeadDimV / 8][4],
+                             const uint32_t (&p)[Config::kBlockN / 16][4], uint64_t v) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < Config::kBlockN / 16; ++n) {
+    ptx::wgmma_k16<1>(out, p[n], v + n * 16 * Config::kBoxCols * 2 / 16, true,
+                      typename Config::T());
+  }
+  ptx::wgmma_commit();
+}
+
+// Scores become unnormalized probabilities, which join the rows' sums.
+template <int kColTiles>
+__device__ void exponentiate_scores(SoftmaxState<1>& softmax, float (&scores)[1][kColTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kColTiles; ++n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scores[0][n][j] = softmax.exponentiate(scores[0][n][j], 0, j);
+  }
+}
+
+// Two neighbouring accumulators, once rounded to T, are an A operand: no data moves between lanes.
+// kept_of_block(n): whether dropout keeps the probabilities [2 n], [2 n + 1] (KeptOfBlock)
+template <typename T, int kColTiles, typename KeptOf>
+__device__ void pack_probabilities(uint32_t (&p)[kColTiles / 2][4],
+                                   const float (&probabilities)[kColTiles][4],
+                                   KeptOf kept_of_block) {
+#pragma unroll
+  for (int n = 0; n < kColTiles / 2; ++n) {
+    const auto kept = kept_of_block(n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = i % 2 * 2;
+      const float* const pair = &probabilities[2 * n + i / 2][j];
+      p[n][i] = pack(kept(i / 2, j) ? pair[0] : 0.f, kept(i / 2, j + 1) ? pair[1] : 0.f, T());
+    }
+  }
+}
+
+template <typename Config>
+__device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
+                        const Schedule& schedule, float scale_log2,
+                        typename Config::SharedStorage& shared, int warpgroup) {
+  using T = typename Config::T;
+  constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBoxCols = Config::kBoxCols;
+  constexpr int kColTiles = kBlockN / 8, kOutTiles = Config::kHeadDimV / 8;
+  constexpr int kPartBytes = kBoxCols * 2;
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
+
+  const uint64_t q_descriptor = ptx::wgmma_descriptor<kPartBytes>(
+      shared_address(shared.q) + warpgroup * kWarpgroupRows * kPartBytes, 0);
+  const auto k_descriptor = [&](int stage) {
+    return ptx::wgmma_descriptor<kPartBytes>(shared_address(shared.k[stage]), 0);
+  };
+  const auto v_descriptor = [&](int stage) {
+    return ptx::wgmma_descriptor<kPartBytes>(shared_address(shared.v[stage]), kBlockN * kPartBytes);
+  };
+  T* const shared_out = Config::kOutputOverQ ? shared.q : shared.out;
+
+  // Whoever holds its turn issues matmuls while the others are at their softmax.
+  const auto take_turn = [&] {
+    if constexpr (Config::kTakeTurns) ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup);
+  };
+  const auto pass_turn = [&](int to) {
+    if constexpr (Config::kTakeTurns) ptx::bar_arrive(kTurn + to, 2 * kWarpgroup);
+  };
+  const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
+  if (next_warpgroup == 0) pass_turn(0);
+
+  Ring<Config::kStages> k_ring, v_ring;
+  uint32_t tile_phase = 0, q_phase = 0;
+  for (;;) {
+    const Tile tile = receive_tile(shared, tile_phase, lane);
+    if (tile.batch < 0) break;
+
+    const TileRange<kBlockN> range(params, schedule, tile);
+    const Mask& mask = range.mask;
+    // Rows of a tile are queries of `group` heads, heads fastest.
+    const auto query_of = [&](int row) {
+      return range.m_begin + (schedule.group == 1 ? row : row / schedule.group);
+    };
+    const auto head_of = [&](int row) {
+      return schedule.group == 1 ? tile.head : tile.head * schedule.group + row % schedule.group;
+    };
+    const int queries[2] = {query_of(first_row), query_of(first_row + 8)};
+    const int first_query = query_of(warpgroup * kWarpgroupRows);  // of the warpgroup
+    const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
+
+    float out[1][kOutTiles][4] = {};
+    float sinks[2] = {-INFINITY, -INFINITY};
+    if (params.s_aux != nullptr) {
+      // Rows past the last query of a tile may name no head.
+      sinks[0] = params.s_aux[min(head_of(first_row), params.nheads - 1)];
+      sinks[1] = params.s_aux[min(head_of(first_row + 8), params.nheads - 1)];
+    }
+    SoftmaxState<1> softmax(kFull ? kLog2e : scale_log2, sinks, lane % 4 == 0);
+    const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
+    const Dropout dropout(params, tile.batch, tile.head);
+    const auto transform_and_mask = [&](float (&scores)[1][kColTiles][4], int n) {
+      const int key = n + lane % 4 * 2;
+      if constexpr (kFull) {
+        transform.apply(scores, queries[0], key, [](int, int, int, float) {});
+      }
+      if (mask.cuts(first_query, last_query - first_query + 1, n, kBlockN)) {
+        apply_mask(scores, mask, [&](int, int half) { return queries[half]; }, key);
+      }
+    };
+    const auto pack_block = [&](uint32_t (&p)[kColTiles / 2][4], float (&scores)[1][kColTiles][4],
+                                int n) {
+      if (kFull && dropout.enabled) {
+        pack_probabilities<T>(
+            p, scores[0], [&](int i) { return dropout.kept(queries[0] / 16, n / 16 + i, lane); });
+      } else {
+        pack_probabilities<T>(p, scores[0], [](int) { return [](int, int) { return true; }; });
+      }
+    };
+
+    if (range.n_begin < range.n_end) {
+      // The first block of keys.
+      int n = range.last_block();
+      uint32_t p[kColTiles / 2][4];
+      float factors[2];
+      wait(shared.q_full, q_phase);
+      q_phase ^= 1;
+      wait(shared.k_full[k_ring.place], k_ring.phase);
+      {
+        float scores[1][kColTiles][4];
+        start_scores<Config>(scores[0], q_descriptor, k_descriptor(k_ring.place));
+        ptx::wgmma_wait<0>(scores[0]);
+        arrive_of_warp(shared.k_empty[k_ring.place], lane);
+        k_ring.advance();
+        transform_and_mask(scores, n);
+        raise_reference(softmax, scores, factors, WarpTeam());
+        exponentiate_scores(softmax, scores);
+        pack_block(p, scores, n);
+      }
+
+      // Each step starts the scores of the next block and the output of this one, and computes the
+      // next block's probabilities beside the latter.
+      for (n -= kBlockN; n >= range.n_begin; n -= kBlockN) {
+        float scores[1][kColTiles][4];
+        wait(shared.k_full[k_ring.place], k_ring.phase);
+        take_turn();
+        start_scores<Config>(scores[0], q_descriptor, k_descriptor(k_ring.place));
+        wait(shared.v_full[v_ring.place], v_ring.phase);
+        start_output<Config>(out[0], p, v_descriptor(v_ring.place));
+        pass_turn(next_warpgroup);
+        ptx::wgmma_wait<1>(scores[0]);
+        arrive_of_warp(shared.k_empty[k_ring.place], lane);
+        k_ring.advance();
+        transform_and_mask(scores, n);
+        const bool raised = raise_reference(softmax, scores, factors, WarpTeam());
+        exponentiate_scores(softmax, scores);
+        ptx::wgmma_wait<0>(out[0]);
+        arrive_of_warp(shared.v_empty[v_ring.place], lane);
+        v_ring.advance();
+        if (raised) rescale_output(out, factors);
+        pack_block(p, scores, n);
+      }
+      if constexpr (!Config::kOutputOverQ) arrive_of_warp(shared.q_empty, lane);
+      wait(shared.v_full[v_ring.place], v_ring.phase);
+      start_output<Config>(out[0], p, v_descriptor(v_ring.place));
+      ptx::wgmma_wait<0>(out[0]);
+      arrive_of_warp(shared.v_empty[v_ring.place], lane);
+      v_ring.advance();
+    }
+
+    // Epilogue.
+    float lse[2];
+    normalize_output(softmax, out, kFull && dropout.enabled ? dropout.scale : 1.f, lse, WarpTeam());
+    const Sequence& sequence = range.sequence;
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + half * 8;
+        if (row < schedule.rows * schedule.group && queries[half] < range.m_end) {
+          params.lse[sequence.q_batch * params.lse_batch_stride +
+                     head_of(row) * params.lse_head_stride + sequence.q_first + queries[half]] =
+              lse[half];
+        }
+      }
+    }
+    // The last tile's output has left shared memory.
+    if (thread == 0) cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+    ptx::bar_sync(kWarpgroupBarrier + warpgroup, kWarpgroup);
+    auto* const out_bytes = reinterpret_cast<unsigned char*>(shared_out);
+    const auto out_offset = [&](int row, int chunk) {  // chunk: of 8 columns
+      constexpr int kChunks = kBoxCols / 8;
+      return chunk / kChunks * kBlockM * kPartBytes +
+             TileLayout<kBoxCols>::offset(row, chunk % kChunks);
+    };
+#pragma unroll
+    for (int d = 0; d < kOutTiles; ++d) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<uint32_t*>(out_bytes + out_offset(first_row + half * 8, d) +
+                                     lane % 4 * 4) =
+            pack(out[0][d][2 * half], out[0][d][2 * half + 1], T());
+      }
+    }
+    // The copy engine writes whole boxes, cut off at the tensor's end alone.
+    const bool by_box =
+        schedule.group == 1 && (params.cu_seqlens_q == nullptr || last_query < sequence.seqlen_q);
+    if (by_box) cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+    ptx::bar_sync(kWarpgroupBarrier + warpgroup, kWarpgroup);
+    if (by_box) {
+      if (thread == 0) {
+#pragma unroll
+        for (int part = 0; part < Config::kHeadDimV / kBoxCols; ++part) {
+          cuda::ptx::cp_async_bulk_tensor(
+              cuda::ptx::space_global, cuda::ptx::space_shared, &maps.out,
+              {part * kBoxCols, sequence.q_first + first_query, tile.head, sequence.q_batch},
+              shared_out + (part * kBlockM + warpgroup * kWarpgroupRows) * kBoxCols);
+        }
+        cuda::ptx::cp_async_bulk_commit_group();
+      }
+    } else {
+      for (int i = thread; i < kWarpgroupRows * (Config::kHeadDimV / 8); i += kWarpgroup) {
+        const int chunk = i % (Config::kHeadDimV / 8);
+        const int row = warpgroup * kWarpgroupRows + i / (Config::kHeadDimV / 8);
+        const int query = query_of(row);
+        if (row < schedule.rows * schedule.group && query < range.m_end &&
+            chunk * 8 < params.headdim_v) {
+          T* const target =
+              rows_of<T>(params.out, sequence.q_batch, sequence.q_first + query, head_of(row)) +
+              chunk * 8;
+          *reinterpret_cast<uint4*>(target) =
+              *reinterpret_cast<const uint4*>(out_bytes + out_offset(row, chunk));
+        }
+      }
+    }
+    if constexpr (Config::kOutputOverQ) {
+      if (range.n_begin < range.n_end) {
+        ptx::bar_sync(kWarpgroupBarrier + warpgroup, kWarpgroup);
+        if (thread == 0) cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+        arrive_of_warp(shared.q_empty, lane);
+      }
+    }
+  }
+  if (thread == 0) cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+}
+
+// Grid: as many thread blocks as fit the device, or as there are tiles; see launch_forward.
+// params.window_left and window_right are bounded_window's.
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardParams params,
+                   const __grid_constant__ ForwardMaps maps,
+                   const __grid_constant__ Schedule schedule, float scale_log2) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
+  const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
+
+  if (threadIdx.x == 0) {
+    const auto init = [](uint64_t& barrier, int arrivals) {
+      cuda::ptx::mbarrier_init(&barrier, arrivals);
+    };
+    init(shared.q_full, 1);
+    init(shared.q_empty, Config::kConsumerWarps);
+    init(shared.tail_full, 1);
+    for (int i = 0; i < Config::kStages; ++i) {
+      init(shared.k_full[i], 1);
+      init(shared.k_empty[i], Config::kConsumerWarps);
+      init(shared.v_full[i], 1);
+      init(shared.v_empty[i], Config::kConsumerWarps);
+    }
+    init(shared.tile_full, 1);
+    init(shared.tile_empty, Config::kConsumerWarps + 1);
+    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    if (warp == 0) produce<Config>(params, maps, schedule, shared, lane);
+    if (warp == 1) distribute_tiles(params, schedule, shared, lane);
+  } else {
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    consume<Config>(params, maps, schedule, scale_log2, shared, warpgroup - 1);
+  }
+}
+
+}  // namespace flash::sm90

@@ -1,0 +1,102 @@
+// Launches the Hopper forward.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <numeric>
+
+#include "common/cuda_check.h"
+#include "common/launch.h"
+#include "common/mask.h"
+#include "params.h"
+#include "sm90/forward_kernel.cuh"
+#include "sm90/tensor_map.h"
+
+namespace flash::sm90 {
+
+// K and V of the heads that run together take at most this much of the L2 cache.
+constexpr int64_t kSectionBytes = 32 << 20;
+
+// All heads of a group share a tile if that saves tiles: with one query a tile is nearly empty.
+template <typename Config>
+int heads_in_tile(const ForwardParams& params) {
+  const int group = params.nheads / params.nheads_kv;
+  if (Config::kFeatures == FeatureSet::kFull || group == 1 || group > Config::kBlockM) return 1;
+  const auto tiles = [&](int rows) { return (params.seqlen_q + rows - 1) / rows; };
+  return tiles(Config::kBlockM / group) < group * tiles(Config::kBlockM) ? group : 1;
+}
+
+template <typename Config>
+Schedule make_schedule(const ForwardParams& params) {
+  Schedule schedule{};
+  schedule.group = heads_in_tile<Config>(params);
+  schedule.rows = Config::kBlockM / schedule.group;
+  schedule.heads = params.nheads / schedule.group;
+  schedule.m_blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
+  schedule.tiles = schedule.m_blocks * schedule.heads * params.batch;
+  const int64_t head_bytes = int64_t{2} * params.seqlen_k * (params.headdim + params.headdim_v);
+  const int64_t group_of_tiles = schedule.heads / params.nheads_kv;  // that read the same K and V
+  schedule.section = static_cast<int>(
+      std::clamp<int64_t>(kSectionBytes / head_bytes, 1, params.nheads_kv * int64_t{params.batch}) *
+      group_of_tiles);
+  // A box may not cross pages, which leftpad_k may begin within.
+  schedule.key_box_rows = params.block_table == nullptr ? Config::kBlockN
+                          : params.leftpad_k != nullptr
+                              ? 1
+                              : std::gcd(Config::kBlockN, params.page_size);
+  return schedule;
+}
+
+template <typename Config>
+ForwardMaps make_maps(const ForwardParams& params, const Schedule& schedule) {
+  constexpr int kBoxCols = Config::kBoxCols;
+  const bool packed_q = params.cu_seqlens_q != nullptr, packed_k = params.cu_seqlens_k != nullptr;
+  const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
+  const int64_t rows_k = packed_k                        ? params.total_k
+                         : params.block_table != nullptr ? params.page_size
+                                                         : params.seqlen_k;
+  const int64_t batch_q = packed_q ? 1 : params.batch, slots_k = params.slots_k;
+  const int64_t group = params.nheads / params.nheads_kv;
+  const auto keys = [&](const Operand& x, int headdim) {
+    return encode_tensor_map<3>(x.data, headdim, kBoxCols,
+                                {{rows_k, x.row_stride, schedule.key_box_rows},
+                                 {params.nheads_kv, x.head_stride, 1},
+                                 {slots_k, x.batch_stride, 1}});
+  };
+  const Operand &q = params.q, &out = params.out;
+  return {encode_tensor_map<4>(q.data, params.headdim, kBoxCols,
+                               {{group, q.head_stride, schedule.group},
+                                {rows_q, q.row_stride, schedule.rows},
+                                {params.nheads_kv, q.head_stride * group, 1},
+                                {batch_q, q.batch_stride, 1}}),
+          keys(params.k, params.headdim), keys(params.v, params.headdim_v),
+          encode_tensor_map<3>(out.data, params.headdim_v, kBoxCols,
+                               {{rows_q, out.row_stride, kWarpgroupRows},
+                                {params.nheads, out.head_stride, 1},
+                                {batch_q, out.batch_stride, 1}})};
+}
+
+template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+void launch_forward(ForwardParams params, cudaStream_t stream) {
+  using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures>;
+  constexpr auto kKernel = forward_kernel<Config>;
+  constexpr size_t kSharedBytes = sizeof(typename Config::SharedStorage);
+  static std::atomic<uint64_t> devices{0};
+  allow_shared_memory(kKernel, kSharedBytes, devices);
+
+  params.window_left = bounded_window(params.window_left, params.seqlen_k);
+  params.window_right = bounded_window(params.window_right, params.seqlen_q);
+  const Schedule schedule = make_schedule<Config>(params);
+  // Of packed sequences it is an upper bound: each may end with a tile of its own.
+  const int64_t tiles =
+      params.cu_seqlens_q == nullptr
+          ? schedule.tiles
+          : schedule.heads * (params.total_q / schedule.rows + int64_t{1} * params.batch);
+  const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
+  kKernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(
+      params, make_maps<Config>(params, schedule), schedule, log2_scale(params.softmax_scale));
+  check_cuda(cudaGetLastError(), "launch of the sm90 forward kernel");
+}
+
+}  // namespace flash::sm90

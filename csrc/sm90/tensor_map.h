@@ -1,0 +1,71 @@
+// Encodes CUtensorMap, what the copy engine (TMA) needs to know of a tensor. The only place that
+// does; cuTensorMapEncodeTiled is looked up at run time, so that nothing links the driver.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+
+#include "common/cuda_check.h"
+
+namespace flash::sm90 {
+
+// One dimension of a tensor, outside the innermost, and of the box that is copied at once.
+struct MapDim {
+  int64_t size;
+  int64_t stride;  // in elements, a multiple of 8
+  int box;
+};
+
+inline auto tensor_map_encoder() {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                cudaEnableDefault, &found),
+               "cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)");
+    if (found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error(
+          "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encode;
+}
+
+// The map of a tensor of 16-bit elements. A box has box_cols of its `cols` innermost elements, 64
+// or 32, and lies in shared memory as TileLayout<box_cols>. Outside the tensor it reads zeros.
+template <int kDims>
+CUtensorMap encode_tensor_map(const void* data, int cols, int box_cols,
+                              const MapDim (&dims)[kDims]) {
+  cuuint64_t sizes[kDims + 1] = {static_cast<cuuint64_t>(cols)}, strides[kDims];
+  cuuint32_t box[kDims + 1] = {static_cast<cuuint32_t>(box_cols)}, steps[kDims + 1] = {1};
+  for (int i = 0; i < kDims; ++i) {
+    sizes[i + 1] = dims[i].size;
+    strides[i] = dims[i].size == 1 ? 16 : dims[i].stride * 2;
+    box[i + 1] = dims[i].box;
+    steps[i + 1] = 1;
+  }
+  CUtensorMap map;
+  // Of 16-bit elements only the zeros for what is outside depend on the type: bits 0 in all.
+  const CUresult result = tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kDims + 1, const_cast<void*>(data), sizes, strides,
+      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    std::ostringstream message;
+    message << "cuTensorMapEncodeTiled: error " << result << " for address " << data << ", " << cols
+            << " columns in boxes of " << box_cols;
+    for (const MapDim& dim : dims) {
+      message << ", dimension " << dim.size << " stride " << dim.stride << " box " << dim.box;
+    }
+    throw std::runtime_error(message.str());
+  }
+  return map;
+}
+
+}  // namespace flash::sm90

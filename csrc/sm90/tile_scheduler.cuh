@@ -1,0 +1,106 @@
+// Which tile a thread block takes next. Thread blocks stay on their SM and draw numbers from one
+// counter, so whoever is done first goes on; numbers are given to the tiles so that long ones come
+// first and those that run together find K and V in the L2 cache.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "common/sequence.h"
+#include "params.h"
+
+namespace flash::sm90 {
+
+// What the host decides about a launch.
+struct Schedule {
+  int rows;          // queries of a tile, of `group` heads each
+  int group;         // query heads in one tile: 1, or all those of a key head
+  int heads;         // nheads / group: heads of tiles
+  int m_blocks;      // tiles of one head of a dense sequence
+  int section;       // heads, over all batch entries, whose K and V share the L2 cache
+  int tiles;         // in all, if sequences are dense
+  int key_box_rows;  // keys that one box of the copy engine holds; divides kBlockN
+};
+
+struct alignas(16) Tile {
+  int m_block, head, batch;  // batch -1: no tile is left
+};
+
+// Held by one warp; `ticket` is the same in all of its lanes.
+class TileScheduler {
+ public:
+  __device__ TileScheduler(const ForwardParams& params, const Schedule& schedule, int lane)
+      : params_(params), schedule_(schedule), lane_(lane), ticket_(blockIdx.x) {}
+
+  // Draws the next ticket.
+  __device__ void next() {
+    int drawn = 0;
+    if (lane_ == 0) drawn = ::atomicAdd(params_.tile_counter, 1);
+    ticket_ = gridDim.x + __shfl_sync(0xffffffff, drawn, 0);
+  }
+
+  // The tile of the ticket. Each tile draws one ticket; who holds the last resets the counter.
+  __device__ Tile tile() {
+    const Tile tile = params_.cu_seqlens_q == nullptr ? dense_tile() : packed_tile();
+    if (tile.batch < 0 && ticket_ - static_cast<int>(gridDim.x) == tiles_ - 1 && lane_ == 0) {
+      *params_.tile_counter = 0;
+    }
+    return tile;
+  }
+
+ private:
+  __device__ Tile dense_tile() {
+    tiles_ = schedule_.tiles;
+    if (ticket_ >= tiles_) return {0, 0, -1};
+    // Sections of heads one after the other; within one the last queries first, as under a causal
+    // mask they see the most keys.
+    const int section_tiles = schedule_.section * schedule_.m_blocks;
+    const int section_begin = ticket_ / section_tiles * schedule_.section;
+    const int rest = ticket_ % section_tiles;
+    const int heads = min(schedule_.section,
+                          schedule_.tiles / schedule_.m_blocks - section_begin);  // of this section
+    const int batch_head = section_begin + rest % heads;
+    return {schedule_.m_blocks - 1 - rest / heads, batch_head % schedule_.heads,
+            batch_head / schedule_.heads};
+  }
+
+  // Sequences one after the other. Tickets of one thread block only grow, so the search goes on
+  // from the 32 sequences of the last.
+  __device__ Tile packed_tile() {
+    for (;;) {
+      const int batch = first_batch_ + lane_;
+      int blocks = 0;
+      if (batch < params_.batch) {
+        const int length = Sequence(params_, batch).seqlen_q;
+        blocks = (length + schedule_.rows - 1) / schedule_.rows;
+      }
+      const int tiles = blocks * schedule_.heads;
+      int end = tiles;  // of this lane's sequence, among those of the warp
+#pragma unroll
+      for (int delta = 1; delta < 32; delta *= 2) {
+        const int before = __shfl_up_sync(0xffffffff, end, delta);
+        if (lane_ >= delta) end += before;
+      }
+      const int rest = ticket_ - tiles_;
+      const unsigned later = __ballot_sync(0xffffffff, end > rest);
+      if (later != 0) {
+        const int found = __ffs(later) - 1;
+        const int within = rest - __shfl_sync(0xffffffff, end - tiles, found);
+        blocks = __shfl_sync(0xffffffff, blocks, found);
+        return {blocks - 1 - within / schedule_.heads, within % schedule_.heads,
+                first_batch_ + found};
+      }
+      if (first_batch_ >= params_.batch) return {0, 0, -1};
+      tiles_ += __shfl_sync(0xffffffff, end, 31);
+      first_batch_ += 32;
+    }
+  }
+
+  const ForwardParams& params_;
+  const Schedule& schedule_;
+  const int lane_;
+  int ticket_;
+  int first_batch_ = 0;  // of packed sequences, the first of those searched
+  int tiles_ = 0;        // before them; in the end of all sequences
+};
+
+}  // namespace flash::sm90
