@@ -355,6 +355,7 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
         raise BuildError(
             f"The extension did not compile: ninja ended with {status}, messages are above"
         )
+    print_losses(rows)
 
     module = BUILD / python_tag / "_C.so"
     seconds, size = time.perf_counter() - started, module.stat().st_size / 1e6
@@ -379,11 +380,16 @@ class PtxasReport:
     target: str  # "sm_80"
     registers: int
     spilled: int  # bytes stored and loaded
+    # WGMMA serialised, setmaxnreg ignored: what is said of this kernel, or of no kernel by name.
+    losses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.file:36} {self.target:8} {self.registers:4} registers "
-            f"{self.spilled:6} bytes spilled   {self.function}"
+        return "; ".join(
+            (
+                f"{self.file:36} {self.target:8} {self.registers:4} registers "
+                f"{self.spilled:6} bytes spilled   {self.function}",
+                *self.losses,
+            )
         )
 
 
@@ -396,12 +402,25 @@ def read_ptxas_reports(folder: Path = ROOT / PTXAS_REPORTS) -> list[PtxasReport]
     ]
 
 
+def print_losses(rows: Iterable[Instantiation]) -> None:
+    """What ptxas says of lost performance is "info" to it, like its statistics: show it."""
+    for row in rows:
+        path = PTXAS_REPORTS / f"{row.name}.txt"
+        for report in parse_ptxas(row.name, path.read_text()):
+            if report.losses:
+                print(f"warning: {report}", flush=True)
+
+
 def parse_ptxas(file: str, text: str) -> Iterator[PtxasReport]:
     # A part for each kernel; functions that it calls have their properties in its part.
+    losses = re.findall("Potential Performance Loss: (.*)", text)
     for part in text.split("Compiling entry function ")[1:]:
         function, target = re.findall(r"'(\w+)'", part)[:2]
         registers = re.search(r"Used (\d+) registers", part)
         if registers is None:
             raise ValueError(f"no registers for {function} in the report of {file}:\n{text}")
         spills = re.findall(r"(\d+) bytes spill", part)
-        yield PtxasReport(file, function, target, int(registers[1]), sum(map(int, spills)))
+        own = [x for x in losses if f"function '{function}'" in x or "function '" not in x]
+        yield PtxasReport(
+            file, function, target, int(registers[1]), sum(map(int, spills)), tuple(own)
+        )

@@ -48,11 +48,11 @@ def test_table(build_support: ModuleType) -> None:
 def test_filter(build_support: ModuleType) -> None:
     every = names(build_support, FLASH_ATTN_CUDA_ARCHS="80")
     assert every and all(name.startswith("sm80_") for name in every)
-    assert names(build_support, FLASH_ATTN_ONLY="forward_bf16_d64") == [
+    assert names(build_support, FLASH_ATTN_ONLY="sm80_forward_bf16_d64") == [
         "sm80_forward_bf16_d64_plain",
         "sm80_forward_bf16_d64_full",
     ]
-    assert names(build_support, FLASH_ATTN_ONLY="forw*fp16*d192v128_p, backw*bf16*d128_f") == [
+    assert names(build_support, FLASH_ATTN_ONLY="80_forw*fp16*d192v128_p, backw*bf16*d128_f") == [
         "sm80_forward_fp16_d192v128_plain",
         "sm80_backward_bf16_d128_full",
     ]
@@ -147,17 +147,42 @@ ptxas info    : Used {4} registers, used 1 barriers, 528 bytes cmem[0]
         build_support.PtxasReport("kernel", "_Z1g", "sm_90a", 40, 20),
     ]
 
+    said = """\
+ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine that.
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 55 by compiler to allow use of \
+registers in GMMA in function '_Z1g'
+ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to insufficient register resources for the wgmma pipeline in the function '_Z1g'
+"""
+    f, g = build_support.parse_ptxas("kernel", said + text)
+    assert f.losses == ("'setmaxnreg' ignored; unable to determine that.",)
+    assert len(g.losses) == 2 and "are serialized due to insufficient" in g.losses[1]
+    assert "serialized" in str(g) and "serialized" not in str(f)
+
+
+def reports_of_build(build_support: ModuleType) -> list[Any]:
+    """The compiler's reports of the kernels that the extension has."""
+    rows = set(cuda._C.instantiations())
+    names = {row.name for row in build_support.INSTANTIATIONS if key(row) in rows}
+    reports = [report for report in build_support.read_ptxas_reports() if report.file in names]
+    if {report.file for report in reports} != names:
+        pytest.skip("built elsewhere: build/ptxas has not every kernel's report")
+    return reports
+
 
 @built
 def test_plain_kernels_do_not_spill(build_support: ModuleType) -> None:
-    rows = set(cuda._C.instantiations())
-    table = build_support.INSTANTIATIONS
-    plain = {row.name for row in table if row.features == "plain" and key(row) in rows}
-    reports = [report for report in build_support.read_ptxas_reports() if report.file in plain]
-    if {report.file for report in reports} != plain:
-        pytest.skip("built elsewhere: build/ptxas has not every kernel's report")
-    if spilling := [str(report) for report in reports if report.spilled]:
+    reports = reports_of_build(build_support)
+    spilling = [str(x) for x in reports if x.spilled and x.file.endswith("_plain")]
+    if spilling:
         pytest.fail("\n".join(["plain kernels spill:", *spilling]), pytrace=False)
+
+
+@built
+def test_no_kernel_is_serialised(build_support: ModuleType) -> None:
+    """WGMMA that ptxas serialised, or registers that it did not move, cost half the speed."""
+    if slow := [str(report) for report in reports_of_build(build_support) if report.losses]:
+        pytest.fail("\n".join(["ptxas says that performance is lost:", *slow]), pytrace=False)
 
 
 @built
@@ -210,7 +235,7 @@ def boundary_call(direction: str, device: str, **changes: Any) -> None:
     arguments = {"family": "sm80", "kernel_headdim": 64, "kernel_headdim_v": 64, **NUMBERS}
     arguments |= {"q": q, "k": k, "v": k, "out": q, "lse": lse, **dict.fromkeys(OPTIONAL)}
     if direction == "forward":
-        arguments |= {"cache_batch_idx": None, "s_aux": None}
+        arguments |= dict.fromkeys(("cache_batch_idx", "s_aux", "block_table", "tile_counter"))
     else:
         arguments |= {"dout": q, "delta": lse, "dlse": None, "dq": q, "dk": k, "dv": k}
         arguments |= {"dq_accum": torch.zeros(4, 2, 1024, device=device), "dq_turn": None}
