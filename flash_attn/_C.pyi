@@ -25,6 +25,8 @@ def forward(
     dropout_p: float,
     rng_state: Tensor | None,
     s_aux: Tensor | None,
+    block_table: Tensor | None,
+    tile_counter: Tensor | None,
     shared_memory: int,
     stream: int,
 ) -> None: ...

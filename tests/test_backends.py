@@ -9,29 +9,36 @@ import pytest
 import torch
 
 from flash_attn import _arguments, _backends
-from flash_attn._backends import cuda
+from flash_attn._backends import cuda, tiled
 
 HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+PASSES = (("sm80", "forward"), ("sm80", "backward"), ("sm90", "forward"))
 ROWS = {
     (family, direction, dtype, *headdims, features)
-    for family, direction, dtype, headdims, features in product(
-        ["sm80"], ["forward", "backward"], ["fp16", "bf16"], HEADDIMS, ["plain", "full"]
+    for (family, direction), dtype, headdims, features in product(
+        PASSES, ["fp16", "bf16"], HEADDIMS, ["plain", "full"]
     )
+    if (family, headdims) != ("sm90", (32, 32))
 }
-Build = Callable[[Iterable[cuda._Row]], None]
+SM80 = {row for row in ROWS if row[0] == "sm80"}
+Build = Callable[..., None]
 
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    """Pretend that the extension has these rows and that every device runs it."""
+    """Pretend that the extension has these rows and that every device is such a GPU."""
+    gpu = torch.device("cuda", 0)
+    families = _backends._families
 
-    def pretend(rows: Iterable[cuda._Row]) -> None:
+    def pretend(rows: Iterable[cuda._Row], capability: tuple[int, int] = (8, 0)) -> None:
         monkeypatch.setattr(cuda, "_ROWS", frozenset(rows))
-        monkeypatch.setattr(_backends, "_family", lambda device: "sm80")
-        cuda._kernel.cache_clear()
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(_backends, "_families", lambda device, *more: families(gpu, *more))
+        cuda._kernel.cache_clear(), families.cache_clear()
 
     yield pretend
-    cuda._kernel.cache_clear()
+    cuda._kernel.cache_clear(), families.cache_clear()
 
 
 def problem(
@@ -59,13 +66,13 @@ def problem(
     ids=str,
 )
 def test_smallest_kernel(build, given, kernel):
-    build(ROWS)
+    build(SM80)
     assert cuda._kernel("sm80", "backward", torch.bfloat16, *given)[:2] == kernel
     assert _backends.choose(problem(*given)) == "sm80"
 
 
 def test_each_direction_where_it_has_a_kernel(build):
-    build(row for row in ROWS if row[1] == "forward" or row[3] <= 64)
+    build(row for row in SM80 if row[1] == "forward" or row[3] <= 64)
     for headdim, expected in ((64, "sm80"), (65, "tiled")):
         assert _backends.choose(problem(headdim), "forward") == "sm80"
         assert _backends.choose(problem(headdim), "backward") == expected
@@ -87,7 +94,7 @@ def test_each_direction_where_it_has_a_kernel(build):
     ids=str,
 )
 def test_reduced_builds(build, missing, call, reason):
-    build(row for row in ROWS if missing not in row)
+    build(row for row in SM80 if missing not in row)
     assert reason in cuda.unsupported(problem(**call), "sm80", "forward")
     assert _backends.choose(problem(**call)) == "tiled"
     kept = {"softcap": 1.0} if missing == "plain" else {}
@@ -96,15 +103,129 @@ def test_reduced_builds(build, missing, call, reason):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dtypes_left_to_tiled(build, dtype):
-    build(ROWS)
+    build(SM80)
     assert _backends.choose(problem(dtype=dtype)) == "tiled"
     assert "bf16 128/128" in cuda.unsupported(problem(dtype=dtype), "sm80", "forward")
 
 
 def test_pages_and_cache_slots(build):
     """Pages are left to tiled; a cache's slots, which have no gradient, to its backward alone."""
-    build(ROWS)
+    build(SM80)
     index = torch.zeros(1, dtype=torch.int32)
     assert _backends.choose(problem()._replace(block_table=index[None])) == "tiled"
     slots = problem()._replace(cache_batch_idx=index)
     assert [_backends.choose(slots, d) for d in ("forward", "backward")] == ["sm80", "tiled"]
+
+
+def test_families_of_a_device(build):
+    """The Hopper kernels run on 9.0 alone, and come first there."""
+    for capability, expected in (
+        ((7, 5), []),
+        ((8, 0), ["sm80"]),
+        ((8, 9), ["sm80"]),
+        ((9, 0), ["sm90", "sm80"]),
+        ((10, 0), ["sm80"]),
+    ):
+        build(ROWS, capability)
+        assert _backends.available_backends("cuda:0") == [*expected, "tiled"]
+        assert _backends.choose(problem()) == [*expected, "tiled"][0]
+        assert _backends.choose(problem(), "backward") == ("sm80" if expected else "tiled")
+
+
+def shifted(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape whose first element is not at a multiple of 16 bytes."""
+    return like.new_zeros(like.numel() + 1)[1:].view(like.shape)
+
+
+def test_what_sm90_does_not_cover_goes_to_the_next(build):
+    build(ROWS, (9, 0))
+    index = torch.zeros(1, 1, dtype=torch.int32)
+    table = {"block_table": index}
+    for given, changes, expected in (
+        (problem(), {}, "sm90"),
+        (problem(8, 256), {}, "sm90"),
+        (problem(256), {"cache_batch_idx": index[0]}, "sm90"),
+        (problem(), table, "sm90"),
+        (problem(60), {}, "sm80"),
+        (problem(64, 60), {}, "sm80"),
+        (problem(), {"k": shifted(problem().k)}, "sm80"),
+        (problem(), {"v": problem(68).v[..., :64]}, "sm80"),
+        (problem(60), table, "tiled"),
+        (problem(264), {}, "tiled"),
+        (problem(dtype=torch.float32), {}, "tiled"),
+    ):
+        given = given._replace(**changes)
+        assert _backends.choose(given) == expected
+        if expected == "sm90":
+            with _backends.use_backend("sm90"):
+                assert _backends.choose(given) == "sm90"
+        elif given.headdim <= 256:
+            words = rf"^the sm90 backend has no .*; use_backend\('{expected}'\) does this$"
+            with _backends.use_backend("sm90"), pytest.raises(NotImplementedError, match=words):
+                _backends.choose(given)
+
+
+def test_forced_sm90_has_the_backward_of_sm80(build):
+    build(ROWS, (9, 0))
+    with _backends.use_backend("sm90"):
+        assert _backends.choose(problem(), "backward") == "sm80"
+        assert _backends.choose(problem(60), "backward") == "sm80"
+        with pytest.raises(NotImplementedError, match="^the sm90 backend has no backward kernel"):
+            _backends.choose(problem(dtype=torch.float32), "backward")
+    build(ROWS, (8, 0))
+    with _backends.use_backend("sm90"), pytest.raises(NotImplementedError, match="cannot run on"):
+        _backends.choose(problem())
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_alignment(rank):
+    """16 bytes are 8 elements: where the tensor begins, and every stride but the last."""
+    x = torch.zeros(4, 8, 16, 24, dtype=torch.bfloat16)
+    assert cuda._is_aligned(x[4 - rank]) if rank == 3 else cuda._is_aligned(x)
+    shape = (3, 5, 2)[-rank + 1 :] if rank == 4 else (5, 2)
+    for dim in range(rank - 1):
+        strides = [1024, 256, 64][-(rank - 1) :]
+        assert cuda._is_aligned(x.as_strided((*shape, 8), (*strides, 1)))
+        strides[dim] += 4
+        assert not cuda._is_aligned(x.as_strided((*shape, 8), (*strides, 1)))
+    assert not cuda._is_aligned(x.as_strided((*shape, 8), (*[64] * (rank - 1), 1), 4))
+
+
+@pytest.mark.parametrize("leftpad", [None, [0, 5, 40, -3]])
+@pytest.mark.parametrize("seqused", [None, [3, 50, -1, 9]])
+@pytest.mark.parametrize("max_seqlen_k", [6, 12, 2**40])
+def test_lengths_of_pages(leftpad, seqused, max_seqlen_k):
+    """The kernels get lengths as seqused_k; they leave the keys that the tiled backend has."""
+    q = k = torch.zeros(10, 8, 2, 64)
+    lengths = {"seqused_k": seqused, "leftpad_k": leftpad}
+    lengths = {
+        name: values if values is None else torch.tensor(values, dtype=torch.int32)
+        for name, values in lengths.items()
+    }
+    bounds = torch.tensor([0, 7, 19, 119, 128], dtype=torch.int32)
+    table = torch.zeros(4, 5, dtype=torch.int32)
+    options = _arguments.options(0.0, None, True, -1, -1, 0.0, False)
+    a = _arguments.varlen(
+        q[0], k, k, bounds, bounds, 8, max_seqlen_k, options, block_table=table, **lengths
+    )
+    keys = tiled._Sequences.of_keys(a)
+    used = cuda._lengths_in_pages(a).clamp(0, 5 * 8)
+    first = torch.zeros(4) if leftpad is None else a.leftpad_k.clamp(0, 5 * 8)
+    assert torch.equal((used - first).clamp(min=0).long(), keys.length)
+
+
+def test_counters_of_tiles(monkeypatch):
+    """One for each stream of a device; a CUDA graph, which may be replayed on any, has its own."""
+    capturing = False
+    monkeypatch.setattr(cuda, "_tile_counters", {})
+    monkeypatch.setattr(cuda, "_is_capturing", lambda index: capturing)
+    monkeypatch.setattr(cuda, "_lasting_zero", lambda device: torch.zeros(1, dtype=torch.int32))
+    device = torch.device("cpu", 0)
+    first, second = cuda._tile_counter(device, 1), cuda._tile_counter(device, 2)
+    assert cuda._tile_counter(device, 1) is first and first is not second
+    capturing = True
+    in_graph = [cuda._tile_counter(device, 1) for _ in range(2)]
+    assert len({x.data_ptr() for x in (first, second, *in_graph)}) == 4
+    assert all(x.shape == (1,) and x.dtype == torch.int32 and not x.any() for x in in_graph)
+    capturing = False
+    assert cuda._tile_counter(device, 1) is first

@@ -10,7 +10,7 @@ from torch import Tensor
 from flash_attn._arguments import Attention, CacheAppend
 from flash_attn._backends import cuda, tiled
 
-BACKENDS = ("tiled", "sm80")
+BACKENDS = ("tiled", "sm80", "sm90")
 MAX_HEADDIM = 256  # of any kernel
 
 _forced: str | None = None
@@ -22,9 +22,10 @@ def use_backend(name: str) -> Iterator[None]:
 
     Parameters
     ----------
-    name : {"tiled", "sm80"}
+    name : {"tiled", "sm80", "sm90"}
         ``tiled`` is PyTorch on any device; ``sm80`` the Ampere-class kernels (compute capability >=
-        8.0).
+        8.0); ``sm90`` the Hopper kernels (9.0 alone), which have the forward; its backward is
+        sm80's.
 
     Raises
     ------
@@ -45,21 +46,17 @@ def use_backend(name: str) -> Iterator[None]:
 
 def available_backends(device: torch.device | str | int) -> list[str]:
     """Return the backends that can run on ``device``, best first."""
-    family = _family(_with_index(torch.device(device)))
-    return ["tiled"] if family is None else [family, "tiled"]
+    return [*_families(_with_index(torch.device(device))), "tiled"]
 
 
 def choose(problem: Attention, direction: str = "forward") -> str:
     """Return the backend that runs ``problem``; forward and backward may run on different ones."""
-    if _forced == "tiled":
-        return "tiled"
-    family = _family(problem.q.device)
-    if _forced is None:
-        if family is None or cuda.unsupported(problem, family, direction) is not None:
-            return "tiled"
-        return family
-    _check_forced(problem, _forced, family, direction)
-    return _forced
+    if _forced is not None:
+        return _forced_backend(problem, _forced, direction)
+    for family in _families(problem.q.device, direction):
+        if cuda.unsupported(problem, family, direction) is None:
+            return family
+    return "tiled"
 
 
 def forward(
@@ -96,20 +93,32 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     return tiled.append(problem, new)
 
 
-def _check_forced(problem: Attention, forced: str, family: str | None, direction: str) -> None:
+def _forced_backend(problem: Attention, forced: str, direction: str) -> str:
+    """The backend that runs ``problem`` where ``forced`` is: itself, or sm80 for its backward."""
+    if forced == "tiled":
+        return forced
     if problem.headdim > MAX_HEADDIM or problem.headdim_v > MAX_HEADDIM:
         raise ValueError(
             f"the {forced} backend takes head dimensions of q, k and v up to {MAX_HEADDIM}, "
             f"got {problem.headdim} and {problem.headdim_v}; use_backend('tiled') takes any"
         )
-    if family is None:
-        reason: str | None = f"cannot run on {problem.q.device}" + (
-            "" if cuda.available() else " (it was not built)"
+    if forced not in _families(problem.q.device):
+        built = "" if forced in cuda.families() else " (it was not built)"
+        raise NotImplementedError(
+            f"the {forced} backend cannot run on {problem.q.device}{built}; "
+            "use_backend('tiled') does this"
         )
-    else:
-        reason = cuda.unsupported(problem, forced, direction)
-    if reason is not None:
-        raise NotImplementedError(f"the {forced} backend {reason}; use_backend('tiled') does this")
+    family = "sm80" if direction == "backward" else forced
+    if reason := cuda.unsupported(problem, family, direction):
+        other = next(x for x in ("sm80", "tiled") if x != family and _covers(x, problem, direction))
+        raise NotImplementedError(
+            f"the {forced} backend {reason}; use_backend({other!r}) does this"
+        )
+    return family
+
+
+def _covers(name: str, problem: Attention, direction: str) -> bool:
+    return name == "tiled" or cuda.unsupported(problem, name, direction) is None
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -119,9 +128,11 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 @cache
-def _family(device: torch.device) -> str | None:
-    """The best compiled kernel family that runs on ``device``."""
+def _families(device: torch.device, direction: str | None = None) -> tuple[str, ...]:
+    """The compiled kernel families that run on ``device``, best first; those with a direction."""
     if device.type != "cuda" or torch.version.cuda is None or not cuda.available():
-        return None
+        return ()
     capability = torch.cuda.get_device_capability(device)
-    return "sm80" if capability >= (8, 0) and "sm80" in cuda.families() else None
+    runs = {"sm90": capability == (9, 0), "sm80": capability >= (8, 0)}
+    built = cuda.families(direction)
+    return tuple(family for family, can in runs.items() if can and family in built)

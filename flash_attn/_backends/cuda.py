@@ -1,8 +1,9 @@
 """The compiled kernels: what they cover, and the calls into flash_attn._C."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +35,9 @@ def available() -> bool:
     return bool(_ROWS)
 
 
-def families() -> tuple[str, ...]:
-    """Return the kernel families of this build, whatever the GPU."""
-    return tuple(sorted({family for family, *_ in _ROWS}))
+def families(direction: str | None = None) -> tuple[str, ...]:
+    """Return the kernel families of this build, whatever the GPU; those with a direction."""
+    return tuple(sorted({row[0] for row in _ROWS if direction in (None, row[1])}))
 
 
 @contextmanager
@@ -84,7 +85,10 @@ def unsupported(problem: Attention, family: str, direction: str) -> str | None:
             f"has no {direction} kernel for {dtype} and head dimensions {headdim} of q and k, "
             f"{headdim_v} of v (this build takes up to {names or 'none'})"
         )
-    if problem.block_table is not None:
+    if family == "sm90":
+        if not _are_aligned(problem):
+            return "has no loads of tensors that cannot be moved 16 bytes at a time"
+    elif problem.block_table is not None:
         return "has no paged cache (block_table)"
     if direction == "backward" and problem.cache_batch_idx is not None:
         return "has no backward with cache_batch_idx"
@@ -107,22 +111,30 @@ def forward(
     """
     if _is_empty(problem):
         return tiled.forward(problem, rng_state, return_probs, out)
-    q = problem.q
+    if out is not None and family == "sm90" and not _is_aligned(out):
+        result, lse, probs = forward(problem, rng_state, return_probs, family=family)
+        return out.copy_(result), lse, probs
+    q, s_aux, table = problem.q, problem.s_aux, problem.block_table
+    arguments = common_arguments(problem, rng_state, family, "forward")
+    *rows, nheads, _ = q.shape
     if out is None:
-        out = q.new_empty(problem.out_shape)
-    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-    if problem.cu_seqlens_q is not None:  # kernels leave alone the rows of no sequence
+        out = q.new_empty((*rows, nheads, problem.v.shape[-1]))
+    if problem.cu_seqlens_q is None:
+        lse = q.new_empty((rows[0], nheads, rows[1]), dtype=torch.float32)
+    else:  # kernels leave alone the rows of no sequence
         out.zero_()
-        lse.fill_(-torch.inf)
-    s_aux = problem.s_aux
+        lse = q.new_full((nheads, rows[0]), -torch.inf, dtype=torch.float32)
+    if table is not None and problem.cu_seqlens_k is not None:
+        arguments["cu_seqlens_k"] = None
+        arguments["seqused_k"] = _lengths_in_pages(problem)
     _C.forward(
-        **common_arguments(problem, rng_state, family, "forward"),
+        **arguments,
         out=out,
         lse=lse,
         cache_batch_idx=_contiguous(problem.cache_batch_idx),
         s_aux=None if s_aux is None else s_aux.float().contiguous(),
-        block_table=None,
-        tile_counter=None,
+        block_table=_contiguous(table),
+        tile_counter=_tile_counter(q.device, arguments["stream"]) if family == "sm90" else None,
     )
     probs = tiled.signed_probabilities(problem, lse, rng_state) if return_probs else None
     return out, lse, probs
@@ -194,7 +206,8 @@ def _is_empty(problem: Attention) -> bool:
         or problem.max_seqlen_k == 0
         or problem.q.numel() == 0
         or problem.k.numel() == 0
-        or problem.batch == 0
+        or (problem.cu_seqlens_q is not None and problem.cu_seqlens_q.shape[0] == 1)
+        or (problem.block_table is not None and problem.block_table.numel() == 0)
     )
 
 
@@ -203,12 +216,15 @@ def common_arguments(
 ) -> dict[str, Any]:
     """The arguments that _C.forward and _C.backward share."""
     q, k, v, options = problem.q, problem.k, problem.v, problem.options
-    kernel = _kernel(family, direction, q.dtype, problem.headdim, problem.headdim_v)
+    headdim = q.shape[-1]
+    kernel = _kernel(family, direction, q.dtype, headdim, v.shape[-1])
     assert kernel is not None, "unsupported() was not asked"
     # max_seqlen_q and max_seqlen_k decide how much is launched, and windows are 32 bits wide.
     max_seqlen_q, max_seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     if problem.cu_seqlens_q is not None:
-        max_seqlen_q, max_seqlen_k = min(max_seqlen_q, q.shape[0]), min(max_seqlen_k, k.shape[0])
+        max_seqlen_q = min(max_seqlen_q, q.shape[0])
+        max_seqlen_k = min(max_seqlen_k, _rows(problem))
+    scale = options.softmax_scale
     return {
         "family": family,
         "kernel_headdim": kernel.headdim,
@@ -222,7 +238,7 @@ def common_arguments(
         "leftpad_k": _contiguous(problem.leftpad_k),
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
-        "softmax_scale": problem.softmax_scale,
+        "softmax_scale": headdim**-0.5 if scale is None else scale,
         "window_left": min(options.window_left, max_seqlen_k),
         "window_right": min(options.window_right, max_seqlen_q),
         "softcap": options.softcap,
@@ -232,6 +248,66 @@ def common_arguments(
         "shared_memory": _shared_memory,
         "stream": torch._C._cuda_getCurrentRawStream(q.get_device()),
     }
+
+
+def _rows(problem: Attention) -> int:
+    """How many keys a sequence can have at most: rows of a packed k, or of its pages."""
+    k, table = problem.k, problem.block_table
+    return k.shape[0] if table is None else table.shape[1] * k.shape[1]
+
+
+def _lengths_in_pages(problem: Attention) -> Tensor:
+    """seqused_k of pages whose sequences have the lengths of cu_seqlens_k as well.
+
+    No more than max_seqlen_k of them are keys: those after leftpad_k.
+    """
+    assert problem.cu_seqlens_k is not None
+    lengths, rows = problem.cu_seqlens_k.diff(), _rows(problem)
+    if problem.seqused_k is not None:
+        lengths = torch.minimum(lengths, problem.seqused_k)
+    most = min(problem.max_seqlen_k, rows)
+    if problem.leftpad_k is None:
+        return lengths.clamp(max=most)
+    return torch.minimum(lengths, problem.leftpad_k.clamp(0, rows) + most)
+
+
+# (device, stream) -> the tile_counter of the sm90 kernels there
+_tile_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _tile_counter(device: torch.device, stream: int) -> Tensor:
+    """(1,) int32, zero whenever no kernel runs on the stream: a kernel leaves it as it was.
+
+    Kernels of one stream share it since they follow each other. A CUDA graph gets its own, which it
+    sets to zero itself: it may be replayed on any stream.
+    """
+    if _is_capturing(device.index):
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    counter = _tile_counters.get((device.index, stream))
+    if counter is None:
+        counter = _tile_counters.setdefault((device.index, stream), _lasting_zero(device))
+    return counter
+
+
+def _is_capturing(device_index: int) -> bool:
+    """Whether the current stream of the device is captured into a CUDA graph."""
+    if torch._C._cuda_getDevice() == device_index:
+        return torch._C._cuda_isCurrentStreamCapturing()
+    with torch.cuda.device(device_index):
+        return torch._C._cuda_isCurrentStreamCapturing()
+
+
+def _lasting_zero(device: torch.device) -> Tensor:
+    """(1,) int32, zero for what comes next on the current stream.
+
+    Another thread allocates it, for torch.compile may direct this one to the memory pool of a CUDA
+    graph (mode="reduce-overhead"), where it tolerates nothing that outlives the call.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        zeros = partial(torch.zeros, 1, dtype=torch.int32, device=device)
+        zero = executor.submit(zeros).result()
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+    return zero
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -246,8 +322,20 @@ def _with_whole_rows(x: Tensor) -> Tensor:
 def _feature_set(problem: Attention) -> str:
     """Which kernels the extension will choose."""
     extra = problem.softcap > 0 or problem.dropout_p > 0 or problem.alibi_slopes is not None
-    return "full" if extra or not all(map(_is_aligned, problem[:3])) else "plain"
+    return "full" if extra or not _are_aligned(problem) else "plain"
+
+
+def _are_aligned(problem: Attention) -> bool:
+    """Whether q, k and v can be moved 16 bytes at a time."""
+    return (
+        (problem.headdim | problem.headdim_v) % 8 == 0
+        and _is_aligned(problem.q)
+        and _is_aligned(problem.k)
+        and _is_aligned(problem.v)
+    )
 
 
 def _is_aligned(x: Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in (*x.stride()[:-1], x.shape[-1]))
+    """Whether every row of x, of 3 or 4 dimensions, begins at a multiple of 16 bytes."""
+    stride = x.stride()
+    return (x.data_ptr() >> 1 | stride[0] | stride[-3] | stride[-2]) % 8 == 0
