@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -54,33 +54,47 @@ def without_gpu() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA GPU"
 
 
-def without_sm80() -> str | None:
-    """Why the sm80 kernels can't run here; None if they can."""
+def without_kernels(family: str) -> str | None:
+    """Why a family of kernels can't run here; None if it can."""
     if reason := without_gpu():
         return reason
     available = flash_attn.available_backends("cuda")
-    return None if "sm80" in available else f"backends on this GPU: {', '.join(available)}"
+    return None if family in available else f"backends on this GPU: {', '.join(available)}"
 
 
-# What the id of a test says that it ran on. cuda-default is what users get: sm80 where it covers
-# the problem, else tiled.
+def without_sm80() -> str | None:
+    return without_kernels("sm80")
+
+
+def without_sm90() -> str | None:
+    return without_kernels("sm90")
+
+
+# What the id of a test says that it ran on. cuda-default is what users get: the best family of
+# kernels that covers the problem, else tiled.
 BACKENDS = {
     "cpu-tiled": ("cpu", "tiled", lambda: None),
     "cuda-tiled": ("cuda", "tiled", without_gpu),
     "cuda-default": ("cuda", None, without_sm80),
     "cuda-sm80": ("cuda", "sm80", without_sm80),
+    "cuda-sm90": ("cuda", "sm90", without_sm90),
 }
 
 
-def beyond_sm80(params: dict[str, Any]) -> bool:
-    """Whether a test's parameters ask the sm80 kernels for what they do not cover.
+def beyond(family: str, params: dict[str, Any]) -> bool:
+    """Whether a test's parameters ask a family of kernels for what it does not cover.
 
     (Parameters only. Problems that say nothing of it are made to fit: see `helpers.covered`.)
     """
+    dims = [params.get(name) or 0 for name in ("headdim", "headdim_v")]
+    dims += params.get("headdims") or []
+    place = getattr(params.get("place"), "__name__", None)
+    unaligned = place in ("misaligned", "contiguous_but_shifted") or "unaligned" in params.values()
     return (
         params.get("dtype") in (torch.float32, torch.float64)
-        or params.get("page_size") is not None
-        or max(params.get("headdim") or 0, params.get("headdim_v") or 0) > 256
+        or max(dims) > 256
+        or (family == "sm80" and params.get("page_size") is not None)
+        or (family == "sm90" and (unaligned or any(dim % 8 for dim in dims)))
     )
 
 
@@ -100,36 +114,42 @@ def backend_params(*names: str) -> list:
     return [pytest.param(name, id=name, marks=[gpu] * name.startswith("cuda")) for name in names]
 
 
-@pytest.fixture(params=backend_params(*BACKENDS))
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device to run on, with its backend chosen."""
-    name, forced, reason = BACKENDS[request.param]
+@contextmanager
+def running_on(backend: str) -> Iterator[str]:
+    """The device of one of BACKENDS, with its backend chosen."""
+    name, forced, reason = BACKENDS[backend]
     if reason := reason():
         pytest.skip(reason)
     with ExitStack() as stack:
         if forced is not None:
             stack.enter_context(flash_attn.use_backend(forced))
-        if forced == "sm80":
+        if forced not in (None, "tiled"):
             stack.enter_context(poisoned_memory())
         yield name
 
 
-@pytest.fixture
-def sm80() -> Iterator[str]:
-    """The device to run on, with the sm80 kernels forced."""
-    if reason := without_sm80():
-        pytest.skip(reason)
-    with flash_attn.use_backend("sm80"), poisoned_memory():
-        yield "cuda"
+def device_fixture(*backends: str) -> Callable[..., Iterator[str]]:
+    """The fixture `device` of a module whose tests run on these of BACKENDS."""
+
+    @pytest.fixture(params=backend_params(*backends))
+    def device(request: pytest.FixtureRequest) -> Iterator[str]:
+        with running_on(request.param) as name:
+            yield name
+
+    return device
+
+
+device = device_fixture(*BACKENDS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """There are no tests of what sm80 does not cover; those marked gpu skip where there is none."""
+    """Drop tests of what kernels do not cover; skip those marked gpu where there is none."""
     params = [getattr(getattr(item, "callspec", None), "params", {}) for item in items]
     items[:] = [
         item
         for item, given in zip(items, params, strict=True)
-        if given.get("device") != "cuda-sm80" or not beyond_sm80(given)
+        if given.get("device") not in ("cuda-sm80", "cuda-sm90")
+        or not beyond(given["device"].removeprefix("cuda-"), given)
     ]
     if reason := without_gpu():
         for item in items:

@@ -27,8 +27,9 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DROPOUT_SEED = 7
 
 
-def kernels_forced() -> bool:
-    return _backends._forced not in (None, "tiled")
+def kernels_forced() -> str | None:
+    """The family of kernels under test, if it is one."""
+    return None if _backends._forced == "tiled" else _backends._forced
 
 
 def covered(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
@@ -38,7 +39,12 @@ def covered(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
 
 def covered_pages(*sizes: int | None) -> list[int | None]:
     """Those of the page sizes, None for keys that are not paged."""
-    return [size for size in sizes if size is None or not kernels_forced()]
+    return [size for size in sizes if size is None or kernels_forced() != "sm80"]
+
+
+def covered_dims(*dims: int) -> list[int]:
+    """Those of the head dims that the backend under test takes."""
+    return [dim for dim in dims if dim % 8 == 0 or kernels_forced() != "sm90"]
 
 
 def default_dtype() -> torch.dtype:
@@ -177,6 +183,18 @@ def poisoned_outside_keys(problem: Attention) -> Attention:
         unused[keys] = False
     k, v = (x.masked_fill(unused[..., None, None], NAN) for x in (problem.k, problem.v))
     return replace(problem, k=k, v=v)
+
+
+def in_pages(problem: Attention, page_size: int) -> Attention:
+    """The varlen problem with its keys in pages, of which what is not in use is NaN."""
+    lengths = problem.storage.cu_seqlens.diff().tolist()
+    table = random_pages(len(lengths), -(-max(lengths) // page_size), problem.k.device)
+    k, v = (
+        randn(table.numel() + 2, page_size, *x.shape[1:], dtype=x.dtype, device=x.device)
+        for x in (problem.k, problem.v)
+    )
+    storage = replace(problem.storage, block_table=table)
+    return poisoned_outside_keys(replace(problem, k=k, v=v, storage=storage))
 
 
 # Every option alone, and combinations. Each takes (batch, nheads, device).

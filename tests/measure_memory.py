@@ -17,7 +17,7 @@ import torch
 import flash_attn
 
 NHEADS, HEADDIM = 1, 64
-DTYPES = {"tiled": torch.float32, "sm80": torch.bfloat16}
+DTYPES = {"tiled": torch.float32, "sm80": torch.bfloat16, "sm90": torch.bfloat16}
 LENGTHS = [4096, 8192, 16384]
 
 

@@ -19,12 +19,11 @@ from helpers import (
     dense,
     dtype_name,
     guarded,
+    in_pages,
     int32,
     layout_of,
     options_of,
-    poisoned_outside_keys,
     randn,
-    random_pages,
     run,
     varlen,
     with_dropout_mask,
@@ -344,11 +343,7 @@ def test_max_seqlen_may_be_larger_or_a_tensor(device):
 def test_varlen_pages(device, page_size, options):
     seqlens_q, seqlens_k = [5, 9, 1], [21, 9, 130]
     problem = varlen(seqlens_q, seqlens_k, 4, 2, device=device, **OPTIONS[options](3, 4, device))
-    table = random_pages(3, -(-max(seqlens_k) // page_size), device)
-    k, v = (randn(table.numel() + 2, page_size, 2, 32, device=device) for _ in range(2))
-    storage = replace(problem.storage, block_table=table)
-    paged = poisoned_outside_keys(replace(problem, k=k, v=v, storage=storage))
-    check(paged, backward=False)
+    check(in_pages(problem, page_size), backward=False)
 
 
 def test_lengths_beyond_the_tensor_are_clamped(device):

@@ -14,12 +14,12 @@ from helpers import (
     covered_pages,
     dense,
     guarded,
+    in_pages,
     int32,
     poisoned_outside,
     poisoned_outside_keys,
     private_backward,
     private_forward,
-    random_pages,
     varlen,
 )
 from hypothesis import given
@@ -130,15 +130,8 @@ def test_varlen_with_lengths_within(device, lengths, page_size, shape, chosen, s
         seqused=int32([min(pair) for pair in zip(seqused, seqlens_k, strict=True)], device),
         leftpad=int32([length // 3 for length in seqused], device),
     )
-    if page_size:
-        storage.block_table = random_pages(len(lengths), -(-max(seqlens_k) // page_size), device)
-        problem.k, problem.v = (
-            torch.randn(storage.block_table.numel() + 2, page_size, *x.shape[1:], device=device).to(
-                x.dtype
-            )
-            for x in (problem.k, problem.v)
-        )
-    problem = poisoned_outside_keys(replace(problem, storage=storage))
+    problem = replace(problem, storage=storage)
+    problem = in_pages(problem, page_size) if page_size else poisoned_outside_keys(problem)
     out, lse, *_ = private_forward(problem)
     results, dout = {"out": out, "lse": lse}, None
     if not page_size:

@@ -18,6 +18,8 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.gpu
 
+KERNELS = ("cuda-sm80", "cuda-sm90")
+
 
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("rotary_dim", [0, 32])
@@ -45,7 +47,7 @@ def test_graph_of_decoding(page_size, rotary_dim):
             problem.storage.block_table.copy_(keep)
 
 
-@pytest.mark.parametrize("device", backend_params("cuda-tiled", "cuda-sm80"), indirect=True)
+@pytest.mark.parametrize("device", backend_params("cuda-tiled", *KERNELS), indirect=True)
 def test_graph_draws_another_mask_each_time(device):
     problem = dense(2, 100, 100, device=device, dropout_p=0.5)
     graph, out = captured(lambda: call(problem))
@@ -55,7 +57,7 @@ def test_graph_draws_another_mask_each_time(device):
     assert not torch.equal(out, first)
 
 
-@pytest.mark.parametrize("device", backend_params("cuda-tiled", "cuda-sm80"), indirect=True)
+@pytest.mark.parametrize("device", backend_params("cuda-tiled", *KERNELS), indirect=True)
 def test_graph_of_varlen_follows_the_lengths(device):
     """Lengths are read on the device, when the graph runs."""
     problem = varlen([40, 20], [40, 20], device=device, causal=True, slack=0)
@@ -74,7 +76,7 @@ def test_graph_of_varlen_follows_the_lengths(device):
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize("device", backend_params("cuda-default", "cuda-sm80"), indirect=True)
+@pytest.mark.parametrize("device", backend_params("cuda-default", *KERNELS), indirect=True)
 def test_graph_of_training(device, layout, deterministic):
     """Forward and backward in one graph."""
     options = {"headdim": 64, "dtype": torch.bfloat16, "device": device, "causal": True}

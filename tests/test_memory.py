@@ -14,7 +14,9 @@ SEQLENS = {"cpu": (4096, 8192), "cuda": (16384, 32768)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", backend_params("cpu-tiled", "cuda-tiled", "cuda-sm80"))
+@pytest.mark.parametrize(
+    "name", backend_params("cpu-tiled", "cuda-tiled", "cuda-sm80", "cuda-sm90")
+)
 def test_peak_memory_is_linear(name):
     device, backend, reason = BACKENDS[name]
     if reason := reason():

@@ -10,14 +10,13 @@ from helpers import (
     LAYOUTS,
     OPTIONS,
     dense,
+    in_pages,
     int32,
     layout_of,
     poisoned_outside,
     poisoned_outside_keys,
     private_backward,
     private_forward,
-    randn,
-    random_pages,
     varlen,
     with_dropout_mask,
 )
@@ -109,10 +108,8 @@ def test_lengths_of_varlen(device, page_size):
     storage = replace(
         problem.storage, seqused=int32([17, 9, 0], device), leftpad=int32([3, 9, 0], device)
     )
-    if page_size:
-        storage.block_table = random_pages(3, 4, device)
-        problem.k, problem.v = (randn(14, page_size, 2, 32, device=device) for _ in range(2))
-    problem = poisoned_outside_keys(replace(problem, storage=storage))
+    problem = replace(problem, storage=storage)
+    problem = in_pages(problem, page_size) if page_size else poisoned_outside_keys(problem)
     out, lse, *_ = private_forward(problem)
     results, dout = {"out": out, "lse": lse}, None
     if not page_size:

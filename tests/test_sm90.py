@@ -1,0 +1,300 @@
+"""What the sm90 kernels alone have: pages, packed heads, thread blocks that take several tiles.
+
+Their tensors are loaded by TMA, whose boxes reach over the ends of sequences: what lies beyond, in
+other sequences and pages, is NaN here.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import backend_params, device_fixture
+from helpers import (
+    NAN,
+    OPTIONS,
+    assert_guard_intact,
+    call,
+    captured,
+    check,
+    dense,
+    dtype_name,
+    in_pages,
+    int32,
+    misaligned,
+    private_forward,
+    randn,
+    run,
+    skip_without_memory,
+    varlen,
+)
+from oracle import Attention, assert_matches_oracle
+from test_kernels import BEYOND, HALF, of_each_kernel
+from test_kvcache import call as call_kvcache
+from test_kvcache import check as check_kvcache
+from test_kvcache import decode
+from torch import Tensor
+
+import flash_attn
+from flash_attn._backends import cuda
+
+pytestmark = pytest.mark.gpu
+
+device = device_fixture("cuda-sm90")
+
+PAGE_SIZES = [1, 3, 16, 64, 128, 256]
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (40, 10)}}
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+@of_each_kernel
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+@pytest.mark.parametrize("features", ["plain", "everything"])
+def test_pages_for_the_sanitizer(device, features, dtype, headdims):
+    options = OPTIONS[features](2, 2, device) | {"dtype": dtype, "device": device}
+    check(in_pages(varlen([70, 60], [20, 130], 2, 1, *headdims, **options), 16), backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_pages(device, mask, page_size, headdims):
+    """A paged cache, and packed queries to pages."""
+    options = {"dtype": torch.bfloat16, "device": device, **MASKS[mask]}
+    heads = {"nheads": 4, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
+    lengths = [0, 5, 77, 128, 129, 300]
+    check_kvcache(decode(lengths, 3, 0, 301, page_size=page_size, **heads, **options))
+    problem = varlen([3, 150, 0, 64, 1], [5, 190, 70, 0, 257], 4, 2, *headdims, **options)
+    check(in_pages(problem, page_size), backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_lengths_within_pages(device, page_size, headdims):
+    """A left pad, and seqused_k beside cu_seqlens_k: pages of what they exclude are NaN."""
+    options = OPTIONS["alibi-batch"](4, 4, device) | {"causal": True, "device": device}
+    problem = varlen(
+        [150, 9, 70, 3], [210, 140, 30, 90], 4, 2, *headdims, dtype=torch.float16, **options
+    )
+    lengths = {"seqused": int32([201, 70, 0, 90], device), "leftpad": int32([3, 70, 0, 65], device)}
+    problem = replace(problem, storage=replace(problem.storage, **lengths))
+    problem = in_pages(problem, page_size)
+    out, lse, _, _ = private_forward(problem)
+    assert_matches_oracle({"out": out, "lse": lse}, problem)
+
+    sizes = {"nheads": 4, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
+    lengths = [40, 130, 90, 260]
+    where = {"page_size": page_size, "leftpad": [0, 3, 90, 131], "device": device}
+    check_kvcache(decode(lengths, 4, 2, 270, **sizes, **where, causal=True))
+
+
+def test_pages_beyond_the_cache(device):
+    """Page numbers on the device are not checked, but clamped: nothing else is read."""
+    case = decode([5, 33, 7], 3, 0, device=device, causal=True, page_size=16)
+    problem = case.attention
+    problem.k.nan_to_num_(0.5), problem.v.nan_to_num_(0.5)
+    problem.storage.block_table.copy_(int32([[BEYOND, 0, -1], [-BEYOND, 99, 8], [0, 1, 2]]))
+    out, lse = call_kvcache(case)
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
+@pytest.mark.slow
+def test_pages_beyond_int32(device):
+    """A cache of more than 2^31 elements gives the bits that its pages give in a small one."""
+    skip_without_memory(20)
+    pages = int32([[2, 0, 3], [4, 1, 5]], device)
+    q = randn(2, 3, 4, 128, dtype=torch.bfloat16, device=device)
+    small = [randn(6, 256, 2, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    last = 2**31 // small[0][0].numel()
+    large = [x.new_full((last + 1, *x.shape[1:]), NAN) for x in small]
+    for x, few in zip(large, small, strict=True):
+        x[last - 5 :] = few
+    lengths = {"cache_seqlens": int32([700, 650], device), "causal": True}
+    expected = flash_attn.flash_attn_with_kvcache(q, *small, block_table=pages, **lengths)
+    pages += last - 5
+    out = flash_attn.flash_attn_with_kvcache(q, *large, block_table=pages, **lengths)
+    assert out.isfinite().all() and torch.equal(out, expected)
+
+
+# ---- what lies beside a sequence -----------------------------------------------------------------
+
+
+@of_each_kernel
+@pytest.mark.parametrize("mask", MASKS)
+def test_neighbours_that_hold_nan(device, mask, headdims):
+    """NaN in q, k or v of one sequence, or of one head, is not seen in another.
+
+    (The oracle is NaN too where it has to be, which compares with nothing.)
+    """
+    options = {"dtype": torch.bfloat16, "device": device, **MASKS[mask]}
+    packed = varlen([30, 5, 130, 9, 64], [70, 9, 130, 33, 100], 4, 2, *headdims, **options)
+    start_q, start_k = packed.cu_seqlens_q.tolist(), packed.storage.cu_seqlens.tolist()
+    for b, x, start in ((1, packed.k, start_k), (3, packed.v, start_k), (3, packed.q, start_q)):
+        x[start[b] : start[b + 1]] = NAN
+    check(packed, backward=False)
+
+    problem = dense(3, 70, 150, 4, 2, *headdims, **options)
+    problem.q[2, 33], problem.k[0, :, 1], problem.v[1, :, 0] = NAN, NAN, NAN
+    check(problem, backward=False)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("device", backend_params("cuda-default"), indirect=True)
+def test_misaligned_tensors_run_elsewhere(device, which):
+    problem = dense(2, 70, 140, 4, 2, 64, dtype=torch.bfloat16, device=device, causal=True)
+    check(replace(problem, **{which: misaligned(getattr(problem, which))}))
+
+
+def test_misaligned_tensors_are_refused(device):
+    problem = dense(2, 70, 140, 4, 2, 64, dtype=torch.bfloat16, device=device)
+    words = r"sm90 backend has no .*16 bytes.*use_backend\('sm80'\)"
+    with pytest.raises(NotImplementedError, match=words):
+        call(replace(problem, k=misaligned(problem.k)))
+
+
+def test_misaligned_out(device):
+    """It is stored 16 bytes at a time."""
+    problem = dense(2, 70, 140, 4, 2, 64, dtype=torch.bfloat16, device=device, causal=True)
+    out = misaligned(torch.full_like(problem.q, NAN))
+    assert call(problem, out=out).data_ptr() == out.data_ptr()
+    assert_matches_oracle({"out": out}, problem)
+    assert_guard_intact(out)
+
+
+# ---- which rows are a tile, which tiles a thread block's -----------------------------------------
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16, 32])
+@pytest.mark.parametrize("options", ["causal", "window", "sinks", "everything"])
+def test_few_queries_of_grouped_heads(device, options, group, headdim):
+    """Query heads that share a key head may share a tile; each row keeps its head's options."""
+    nheads = 2 * group
+    shape = (nheads, 2, headdim)
+    options = OPTIONS[options](2, nheads, device) | {"dtype": torch.bfloat16, "device": device}
+    for seqlen_q in range(1, 10):
+        check(dense(2, seqlen_q, 150, *shape, **options), backward=False)
+    for seqlens_q in ([1, 4], [9, 0], [5, 7]):
+        check(varlen(seqlens_q, [190, 33], *shape, **options), backward=False)
+
+
+def many_tiles(device: str, headdim: int = 128, **options: Any) -> Attention:
+    """More tiles than an H200 has SMs, at least twice as many."""
+    sizes = (4, 513, 390, 16, 4, headdim)
+    return dense(*sizes, dtype=torch.bfloat16, device=device, **options)
+
+
+def many_tiles_of_sequences(device: str, headdim: int = 128, **options: Any) -> Attention:
+    seqlens_q, seqlens_k = [1, 700, 0, 30, 257, 128, 5, 300], [400, 500, 9, 0, 257, 1, 90, 300]
+    sizes = (16, 4, headdim)
+    return varlen(seqlens_q, seqlens_k, *sizes, dtype=torch.bfloat16, device=device, **options)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("problem", [many_tiles, many_tiles_of_sequences])
+def test_thread_blocks_take_several_tiles(device, problem, mask, headdim):
+    """Each tile once, whatever the order: the same bits again, and the counter is left zero."""
+    problem = problem(device, headdim, **MASKS[mask])
+    first, _ = run(problem, backward=False)
+    assert_matches_oracle(first, problem)
+    for _ in range(20):
+        again, _ = run(problem, backward=False)
+        assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert cuda._tile_counters and not any(map(torch.any, cuda._tile_counters.values()))
+
+
+# ---- at once -------------------------------------------------------------------------------------
+
+
+def outputs(problems: list[Attention]) -> list[Tensor]:
+    return [call(problem) for problem in problems]
+
+
+def two_problems(device: str) -> list[Attention]:
+    """Of different numbers of tiles, so that a counter that both used would show."""
+    return [many_tiles(device, 64, causal=True), many_tiles_of_sequences(device, causal=True)]
+
+
+def test_two_streams_at_once(device):
+    problems = two_problems(device)
+    expected = outputs(problems)
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(50):
+        for stream, problem in zip(streams, problems, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(call(problem))
+    torch.cuda.synchronize()
+    for i, out in enumerate(found):
+        assert torch.equal(out, expected[i % 2])
+
+
+def test_graphs_on_two_streams_at_once(device):
+    """Beside each other, and beside a call of another stream; each graph has several kernels."""
+    problems = two_problems(device)
+    expected = outputs(problems)
+    graphs = [captured(lambda x=problem: outputs([x] * 3)) for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for _, results in graphs:
+            for out in results:
+                out.fill_(NAN)
+        torch.cuda.synchronize()
+        for stream, (graph, _) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        beside = call(problems[0])
+        torch.cuda.synchronize()
+        assert torch.equal(beside, expected[0])
+        for (_, results), out in zip(graphs, expected, strict=True):
+            assert all(torch.equal(result, out) for result in results)
+
+
+@pytest.mark.parametrize("own_streams", [False, True], ids=["one-stream", "own-streams"])
+def test_two_threads_at_once(device, own_streams):
+    problems = two_problems(device)
+    expected = outputs(problems)
+    torch.cuda.synchronize()
+    start, wrong = threading.Barrier(2), []
+
+    def work(problem: Attention, out: Tensor) -> None:
+        stream = torch.cuda.Stream() if own_streams else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            start.wait()
+            results = [call(problem) for _ in range(50)]
+        stream.synchronize()
+        wrong.extend(1 for result in results if not torch.equal(result, out))
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(problems, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_first_call_in_a_compiled_graph(device, monkeypatch):
+    """What lasts beyond the call is kept out of the memory of CUDA graphs of torch.compile."""
+    problem = dense(2, 300, 300, 4, 2, 64, dtype=torch.bfloat16, device=device)
+    inputs = problem.q, problem.k, problem.v
+    expected = flash_attn.flash_attn_func(*inputs, causal=True) * 2
+    monkeypatch.setattr(cuda, "_tile_counters", {})
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=True) * 2,
+        mode="reduce-overhead",
+        fullgraph=True,
+    )
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(step(*inputs), expected)
