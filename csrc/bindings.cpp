@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "call_key.h"
 #include "common/cuda_check.h"
 #include "dispatch.h"
 #include "params.h"
@@ -243,14 +244,14 @@ FeatureSet feature_set(const AttentionParams& params) {
 }
 
 void forward(std::string_view family, int kernel_headdim, int kernel_headdim_v, const TensorView& q,
-             const TensorView& k, const TensorView& v, const TensorView& out, const TensorView& lse,
-             const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-             const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k,
-             const OptionalTensor& cache_batch_idx, int64_t max_seqlen_q, int64_t max_seqlen_k,
+             const TensorView& k, const TensorView& v, const OptionalTensor& cu_seqlens_q,
+             const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k,
+             const OptionalTensor& leftpad_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
              float softmax_scale, int window_left, int window_right, float softcap,
              const OptionalTensor& alibi_slopes, double dropout_p, const OptionalTensor& rng_state,
-             const OptionalTensor& s_aux, const OptionalTensor& block_table,
-             const OptionalTensor& tile_counter, int shared_memory, uintptr_t stream) {
+             int shared_memory, uintptr_t stream, const TensorView& out, const TensorView& lse,
+             const OptionalTensor& cache_batch_idx, const OptionalTensor& s_aux,
+             const OptionalTensor& block_table, const OptionalTensor& tile_counter) {
   ForwardParams params{};
   Reader reader(q.dtype, q.device);
   read_common({q,
@@ -292,15 +293,16 @@ void forward(std::string_view family, int kernel_headdim, int kernel_headdim_v, 
 }
 
 void backward(std::string_view family, int kernel_headdim, int kernel_headdim_v,
-              const TensorView& dout, const TensorView& q, const TensorView& k, const TensorView& v,
-              const TensorView& out, const TensorView& lse, const OptionalTensor& dlse,
-              const TensorView& delta, const TensorView& dq, const TensorView& dk,
-              const TensorView& dv, const TensorView& dq_accum, const OptionalTensor& dq_turn,
+              const TensorView& q, const TensorView& k, const TensorView& v,
               const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
               const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k,
               int64_t max_seqlen_q, int64_t max_seqlen_k, float softmax_scale, int window_left,
               int window_right, float softcap, const OptionalTensor& alibi_slopes, double dropout_p,
-              const OptionalTensor& rng_state, int shared_memory, uintptr_t stream) {
+              const OptionalTensor& rng_state, int shared_memory, uintptr_t stream,
+              const TensorView& dout, const TensorView& out, const TensorView& lse,
+              const OptionalTensor& dlse, const TensorView& delta, const TensorView& dq,
+              const TensorView& dk, const TensorView& dv, const TensorView& dq_accum,
+              const OptionalTensor& dq_turn) {
   BackwardParams params{};
   Reader reader(q.dtype, q.device);
   read_common({q,
@@ -371,26 +373,30 @@ PYBIND11_MODULE(_C, module) {
   using py::arg;
   module.doc() =
       "The compiled kernels of flash_attn. flash_attn/_backends/cuda.py is the only caller.";
-  module.def("forward", &flash::forward, py::kw_only(), arg("family"), arg("kernel_headdim"),
-             arg("kernel_headdim_v"), arg("q"), arg("k"), arg("v"), arg("out"), arg("lse"),
-             arg("cu_seqlens_q"), arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"),
-             arg("cache_batch_idx"), arg("max_seqlen_q"), arg("max_seqlen_k"), arg("softmax_scale"),
-             arg("window_left"), arg("window_right"), arg("softcap"), arg("alibi_slopes"),
-             arg("dropout_p"), arg("rng_state"), arg("s_aux"), arg("block_table"),
-             arg("tile_counter"), arg("shared_memory"), arg("stream"),
+  // Positions are faster than names; the first of them are the same in both.
+  module.def("forward", &flash::forward, arg("family"), arg("kernel_headdim"),
+             arg("kernel_headdim_v"), arg("q"), arg("k"), arg("v"), arg("cu_seqlens_q"),
+             arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"), arg("max_seqlen_q"),
+             arg("max_seqlen_k"), arg("softmax_scale"), arg("window_left"), arg("window_right"),
+             arg("softcap"), arg("alibi_slopes"), arg("dropout_p"), arg("rng_state"),
+             arg("shared_memory"), arg("stream"), arg("out"), arg("lse"), arg("cache_batch_idx"),
+             arg("s_aux"), arg("block_table"), arg("tile_counter"),
              py::call_guard<py::gil_scoped_release>(),
              "Launch attention on `stream`, a cudaStream_t as an integer; writes out and lse. "
              "shared_memory: bytes of a thread block, 0: what the device has.");
-  module.def("backward", &flash::backward, py::kw_only(), arg("family"), arg("kernel_headdim"),
-             arg("kernel_headdim_v"), arg("dout"), arg("q"), arg("k"), arg("v"), arg("out"),
-             arg("lse"), arg("dlse"), arg("delta"), arg("dq"), arg("dk"), arg("dv"),
-             arg("dq_accum"), arg("dq_turn"), arg("cu_seqlens_q"), arg("cu_seqlens_k"),
-             arg("seqused_k"), arg("leftpad_k"), arg("max_seqlen_q"), arg("max_seqlen_k"),
-             arg("softmax_scale"), arg("window_left"), arg("window_right"), arg("softcap"),
-             arg("alibi_slopes"), arg("dropout_p"), arg("rng_state"), arg("shared_memory"),
-             arg("stream"), py::call_guard<py::gil_scoped_release>(),
+  module.def("backward", &flash::backward, arg("family"), arg("kernel_headdim"),
+             arg("kernel_headdim_v"), arg("q"), arg("k"), arg("v"), arg("cu_seqlens_q"),
+             arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"), arg("max_seqlen_q"),
+             arg("max_seqlen_k"), arg("softmax_scale"), arg("window_left"), arg("window_right"),
+             arg("softcap"), arg("alibi_slopes"), arg("dropout_p"), arg("rng_state"),
+             arg("shared_memory"), arg("stream"), arg("dout"), arg("out"), arg("lse"), arg("dlse"),
+             arg("delta"), arg("dq"), arg("dk"), arg("dv"), arg("dq_accum"), arg("dq_turn"),
+             py::call_guard<py::gil_scoped_release>(),
              "Launch its backward; writes delta, dq, dk and dv. dq_accum and dq_turn (None: any "
              "order) are zero at the start.");
+  module.def("call_key", &flash::call_key,
+             "What a call of these arguments depends on, but for the addresses and values of its "
+             "tensors, as bytes; None if one is not a plain CUDA tensor, a number or None.");
   module.def("instantiations", &flash::instantiation_rows,
              "The kernels of this build: (family, pass, dtype, headdim, headdim_v, feature set).");
 }

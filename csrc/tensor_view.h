@@ -1,12 +1,14 @@
-// A torch.Tensor as the kernels need it, read through Python attributes: nothing of libtorch is
-// linked, so one build serves every torch.
+// A torch.Tensor as the kernels need it, read through DLPack or, of an older torch, through Python
+// attributes: nothing of libtorch is linked, so one build serves every torch.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
+#include "dlpack.h"
 #include "params.h"
 
 namespace flash {
@@ -31,24 +33,26 @@ struct TorchNames {
   PyObject* stride = PyUnicode_InternFromString("stride");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
-  PyObject* tensor_type;
+  PyTypeObject* tensor_type;
   PyObject* float16;
   PyObject* bfloat16;
   PyObject* float32;
   PyObject* int32;
   PyObject* int64;
+  dlpack::ReadTensor read_tensor;  // null before torch 2.10
 
   TorchNames() {
     const auto torch = pybind11::module_::import("torch");
     const auto keep = [&](const char* name) {
       return pybind11::object(torch.attr(name)).release().ptr();
     };
-    tensor_type = keep("Tensor");
+    tensor_type = reinterpret_cast<PyTypeObject*>(keep("Tensor"));
     float16 = keep("float16");
     bfloat16 = keep("bfloat16");
     float32 = keep("float32");
     int32 = keep("int32");
     int64 = keep("int64");
+    read_tensor = dlpack::find_read_tensor(torch.attr("Tensor"));
   }
 
   static const TorchNames& get() {
@@ -70,19 +74,23 @@ inline pybind11::object attribute(pybind11::handle object, PyObject* name) {
   return checked(PyObject_GetAttr(object.ptr(), name));
 }
 
+inline void check_dims(Py_ssize_t ndim) {
+  if (ndim > TensorView::kMaxDims) {
+    throw pybind11::value_error("a tensor of more than 5 dimensions");
+  }
+}
+
 // shape and stride() are tuples of int.
 inline int read_tuple(pybind11::handle tuple, std::array<int64_t, TensorView::kMaxDims>& values) {
   const Py_ssize_t length = PyTuple_GET_SIZE(tuple.ptr());
-  if (length > TensorView::kMaxDims) {
-    throw pybind11::value_error("a tensor of more than 5 dimensions");
-  }
+  check_dims(length);
   for (Py_ssize_t i = 0; i < length; ++i) {
     values[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
   }
   return static_cast<int>(length);
 }
 
-inline TensorView view_tensor(pybind11::handle tensor) {
+inline TensorView view_attributes(pybind11::handle tensor) {
   const TorchNames& names = TorchNames::get();
   TensorView view;
   view.data = PyLong_AsVoidPtr(call_method(tensor, names.data_ptr).ptr());
@@ -98,6 +106,32 @@ inline TensorView view_tensor(pybind11::handle tensor) {
   return view;
 }
 
+inline DType dtype_of(dlpack::DataType type) {
+  using dlpack::kBfloat, dlpack::kFloat, dlpack::kInt;
+  if (type.code == kFloat && type.bits == 16) return DType::kFloat16;
+  if (type.code == kBfloat && type.bits == 16) return DType::kBFloat16;
+  if (type.code == kFloat && type.bits == 32) return DType::kFloat32;
+  if (type.code == kInt && type.bits == 32) return DType::kInt32;
+  if (type.code == kInt && type.bits == 64) return DType::kInt64;
+  return DType::kOther;
+}
+
+inline TensorView view_tensor(pybind11::handle tensor) {
+  const TorchNames& names = TorchNames::get();
+  if (names.read_tensor == nullptr) return view_attributes(tensor);
+  dlpack::Tensor read;
+  if (names.read_tensor(tensor.ptr(), &read) != 0) throw pybind11::error_already_set();
+  check_dims(read.ndim);
+  TensorView view;
+  view.data = read.data;
+  view.dtype = dtype_of(read.dtype);
+  view.ndim = read.ndim;
+  std::copy_n(read.shape, read.ndim, view.size.begin());
+  std::copy_n(read.strides, read.ndim, view.stride.begin());
+  if (read.device_type == dlpack::kCuda) view.device = read.device;
+  return view;
+}
+
 }  // namespace detail
 }  // namespace flash
 
@@ -108,9 +142,10 @@ struct type_caster<flash::TensorView> {
   PYBIND11_TYPE_CASTER(flash::TensorView, const_name("torch.Tensor"));
 
   bool load(handle source, bool /*convert*/) {
-    auto* tensor = reinterpret_cast<PyTypeObject*>(flash::detail::TorchNames::get().tensor_type);
     // pybind11 then raises TypeError with the signature.
-    if (!PyObject_TypeCheck(source.ptr(), tensor)) return false;
+    if (!PyObject_TypeCheck(source.ptr(), flash::detail::TorchNames::get().tensor_type)) {
+      return false;
+    }
     value = flash::detail::view_tensor(source);
     return true;
   }

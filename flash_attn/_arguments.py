@@ -38,6 +38,19 @@ def options(*numbers: Any) -> Options:
         return _check_options(*numbers)
 
 
+class Sizes(NamedTuple):
+    """What the shapes of q, k and v say, once they are found to fit."""
+
+    rows_q: tuple[int, ...]  # all before the heads
+    rows_k: tuple[int, ...]
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    headdim_v: int
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+
 class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on every call's path
     """One validated attention problem, whatever public function it came from.
 
@@ -50,6 +63,8 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     q: Tensor
     k: Tensor
     v: Tensor
+    sizes: Sizes
+    batch: int
     max_seqlen_q: int
     max_seqlen_k: int
     options: Options
@@ -65,7 +80,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     @property
     def softmax_scale(self) -> float:
         scale = self.options.softmax_scale
-        return self.q.shape[-1] ** -0.5 if scale is None else scale
+        return self.sizes.headdim**-0.5 if scale is None else scale
 
     @property
     def window_left(self) -> int:
@@ -88,28 +103,24 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
         return self.cu_seqlens_q is not None
 
     @property
-    def batch(self) -> int:
-        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
-
-    @property
     def nheads(self) -> int:
-        return self.q.shape[-2]
+        return self.sizes.nheads
 
     @property
     def nheads_kv(self) -> int:
-        return self.k.shape[-2]
+        return self.sizes.nheads_kv
 
     @property
     def headdim(self) -> int:
-        return self.q.shape[-1]
+        return self.sizes.headdim
 
     @property
     def headdim_v(self) -> int:
-        return self.v.shape[-1]
+        return self.sizes.headdim_v
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        return (*self.q.shape[:-1], self.v.shape[-1])
+        return self.sizes.out_shape
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -118,9 +129,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        if self.is_varlen:
-            return (self.nheads, self.q.shape[0])
-        return (self.batch, self.nheads, self.q.shape[1])
+        return self.sizes.lse_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +153,19 @@ def dense(
     s_aux: Any = None,
 ) -> Attention:
     """Check q (batch, seqlen_q, nheads, headdim) and k, v (batch, seqlen_k, nheads_kv, headdim)."""
-    _check_qkv(q, k, v, rank_q=4, rank_k=4)
-    batch = q.shape[0]
-    if k.shape[0] != batch:
+    sizes = _check_qkv(q, k, v, rank_q=4, rank_k=4)
+    (batch, seqlen_q), (batch_k, seqlen_k) = sizes.rows_q, sizes.rows_k
+    if batch_k != batch:
         raise ValueError(f"k must have the batch size of q, {batch}, got shape {_shape(k)}")
     _check_per_head(q, batch, alibi_slopes, s_aux)
     return Attention(
         q,
         k,
         v,
-        q.shape[1],
-        k.shape[1],
+        sizes,
+        batch,
+        seqlen_q,
+        seqlen_k,
         options,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
@@ -178,7 +189,7 @@ def varlen(
     block_table: Any = None,
 ) -> Attention:
     """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages."""
-    _check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
+    sizes = _check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
     _check_index("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_q.shape[0] < 1:
         raise ValueError("cu_seqlens_q must have shape (batch + 1,), got shape (0,)")
@@ -192,6 +203,8 @@ def varlen(
         q,
         k,
         v,
+        sizes,
+        batch,
         max_seqlen_q,
         max_seqlen_k,
         options,
@@ -225,7 +238,7 @@ def with_kvcache(
 ) -> tuple[Attention, CacheAppend | None]:
     """Check a decoding call; the problem's ``seqused_k`` counts the new keys already."""
     names = ("q", "k_cache", "v_cache")
-    _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
+    sizes = _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
     batch = q.shape[0]
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError(
@@ -272,6 +285,8 @@ def with_kvcache(
         q,
         k_cache,
         v_cache,
+        sizes,
+        batch,
         q.shape[1],
         capacity,
         options,
@@ -354,7 +369,7 @@ def _check_tensor(name: str, value: Any, like: Tensor, rank: int, any_stride: bo
 
 def _check_qkv(
     q: Any, k: Any, v: Any, rank_q: int, rank_k: int, names: tuple[str, str, str] = ("q", "k", "v")
-) -> None:
+) -> Sizes:
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
     if q.dtype not in _DTYPES:
@@ -363,26 +378,46 @@ def _check_qkv(
     _check_tensor(names[0], q, q, rank_q)
     _check_tensor(names[1], k, q, rank_k)
     _check_tensor(names[2], v, q, rank_k)
-    *_, nheads, headdim = q.shape
-    *rows_k, nheads_kv, headdim_k = k.shape
-    *rows_v, nheads_v, headdim_v = v.shape
+    try:
+        return _remembered_sizes(q.shape, k.shape, v.shape, names)
+    except TypeError:  # symbolic sizes cannot be hashed
+        return _check_sizes(q.shape, k.shape, v.shape, names)
+
+
+def _check_sizes(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], names: tuple[str, str, str]
+) -> Sizes:
+    *rows_q, nheads, headdim = q
+    *rows_k, nheads_kv, headdim_k = k
+    *rows_v, nheads_v, headdim_v = v
     if headdim < 1 or headdim_v < 1:
         empty = names[0] if headdim < 1 else names[2]
         raise ValueError(f"{empty} must have a head dimension of at least 1, got 0")
     if headdim_k != headdim:
         raise ValueError(
-            f"{names[1]} must have the head dimension of q, {headdim}, got shape {_shape(k)}"
+            f"{names[1]} must have the head dimension of q, {headdim}, got shape {tuple(k)}"
         )
     if rows_v != rows_k or nheads_v != nheads_kv:
         raise ValueError(
             f"{names[2]} must have the shape of {names[1]} but for the head dimension, "
-            f"got {_shape(v)} beside {_shape(k)}"
+            f"got {tuple(v)} beside {tuple(k)}"
         )
     if nheads != nheads_kv and (nheads_kv == 0 or nheads % nheads_kv != 0):
         raise ValueError(
             f"{names[1]} must have a number of heads that divides that of q, {nheads}, "
             f"got {nheads_kv}"
         )
+    *batch, rows = rows_q
+    return Sizes(
+        tuple(rows_q),
+        tuple(rows_k),
+        nheads,
+        nheads_kv,
+        headdim,
+        headdim_v,
+        (*rows_q, nheads, headdim_v),
+        (*batch, nheads, rows),
+    )
 
 
 def _check_index(
@@ -425,6 +460,8 @@ def _check_keys_of_batch(
 
 
 def _check_per_head(q: Tensor, batch: int, alibi_slopes: Any, s_aux: Any) -> None:
+    if alibi_slopes is None and s_aux is None:
+        return
     nheads = q.shape[-2]
     if alibi_slopes is not None:
         if not isinstance(alibi_slopes, Tensor) or alibi_slopes.dtype != torch.float32:
@@ -559,5 +596,6 @@ def _check_options(
     )
 
 
-# A model calls with the same options over and over.
+# A model calls with the same options and shapes over and over.
 _remembered_options = functools.lru_cache(maxsize=256, typed=True)(_check_options)
+_remembered_sizes = functools.lru_cache(maxsize=1024)(_check_sizes)

@@ -38,10 +38,12 @@ def use_backend(name: str) -> Iterator[None]:
     if name not in BACKENDS:
         raise ValueError(f"name must be one of {', '.join(BACKENDS)}, got {name!r}")
     before, _forced = _forced, name
+    cuda.settings_version += 1
     try:
         yield
     finally:
         _forced = before
+        cuda.settings_version += 1
 
 
 def available_backends(device: torch.device | str | int) -> list[str]:
@@ -67,6 +69,12 @@ def forward(
     if backend == "tiled":
         return tiled.forward(problem, rng_state, return_probs, out)
     return cuda.forward(problem, rng_state, return_probs, out, family=backend)
+
+
+def launch(problem: Attention) -> cuda.Launch | None:
+    """Return what runs the problem, and others of the same ``cuda.call_key``; None if none can."""
+    backend = choose(problem)
+    return None if backend == "tiled" else cuda.Launch.of(problem, backend)
 
 
 def backward(

@@ -19,14 +19,21 @@ try:
     import flash_attn._C as _C
 
     _ROWS: frozenset[_Row] = frozenset(_C.instantiations())
+    call_key = _C.call_key
 except ModuleNotFoundError as error:  # not built; an extension that is there but broken is an error
     if error.name != "flash_attn._C":
         raise
     _ROWS = frozenset()
 
+    def call_key(*_: object) -> bytes | None:
+        """Without the extension nothing is launched again."""
+        return None
+
+
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _FEATURE_SETS = 2  # plain and full
 
+settings_version = 0  # a number for every change of what, beside a call itself, decides its launch
 _shared_memory = 0  # of a thread block, in bytes; 0: what the device has
 
 
@@ -43,12 +50,14 @@ def families(direction: str | None = None) -> tuple[str, ...]:
 @contextmanager
 def shared_memory_limit(size: int) -> Iterator[None]:
     """Run the tiles of a GPU with ``size`` bytes of shared memory a thread block; process-wide."""
-    global _shared_memory
+    global _shared_memory, settings_version
     before, _shared_memory = _shared_memory, size
+    settings_version += 1
     try:
         yield
     finally:
         _shared_memory = before
+        settings_version += 1
 
 
 class _Kernel(NamedTuple):
@@ -69,6 +78,32 @@ def _kernel(
         return None
     smallest = min(large_enough, key=sum)
     return _Kernel(*smallest, frozenset(row[2] for row in rows if row[:2] == smallest))
+
+
+class _Common(NamedTuple):
+    """The arguments that _C.forward and _C.backward share: their first, in this order."""
+
+    family: str
+    kernel_headdim: int
+    kernel_headdim_v: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    leftpad_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    rng_state: Tensor | None
+    shared_memory: int
+    stream: int
 
 
 def unsupported(problem: Attention, family: str, direction: str) -> str | None:
@@ -115,29 +150,53 @@ def forward(
         result, lse, probs = forward(problem, rng_state, return_probs, family=family)
         return out.copy_(result), lse, probs
     q, s_aux, table = problem.q, problem.s_aux, problem.block_table
-    arguments = common_arguments(problem, rng_state, family, "forward")
-    *rows, nheads, _ = q.shape
+    common = _common_arguments(problem, rng_state, family, "forward")
     if out is None:
-        out = q.new_empty((*rows, nheads, problem.v.shape[-1]))
-    if problem.cu_seqlens_q is None:
-        lse = q.new_empty((rows[0], nheads, rows[1]), dtype=torch.float32)
-    else:  # kernels leave alone the rows of no sequence
+        out = q.new_empty(*problem.out_shape)
+    lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
+    if problem.cu_seqlens_q is not None:  # kernels leave alone the rows of no sequence
         out.zero_()
-        lse = q.new_full((nheads, rows[0]), -torch.inf, dtype=torch.float32)
+        lse.fill_(-torch.inf)
     if table is not None and problem.cu_seqlens_k is not None:
-        arguments["cu_seqlens_k"] = None
-        arguments["seqused_k"] = _lengths_in_pages(problem)
-    _C.forward(
-        **arguments,
-        out=out,
-        lse=lse,
-        cache_batch_idx=_contiguous(problem.cache_batch_idx),
-        s_aux=None if s_aux is None else s_aux.float().contiguous(),
-        block_table=_contiguous(table),
-        tile_counter=_tile_counter(q.device, arguments["stream"]) if family == "sm90" else None,
+        common = common._replace(cu_seqlens_k=None, seqused_k=_lengths_in_pages(problem))
+    _C.forward(  # by position: names take 2 us
+        *common,
+        out,
+        lse,
+        _contiguous(problem.cache_batch_idx),
+        None if s_aux is None else s_aux.float().contiguous(),
+        _contiguous(table),
+        _tile_counter(q.device, common.stream) if family == "sm90" else None,
     )
     probs = tiled.signed_probabilities(problem, lse, rng_state) if return_probs else None
     return out, lse, probs
+
+
+class Launch(NamedTuple):
+    """A forward of dense q, k and v that has no other tensors, to be run with any of its key."""
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    kernel: tuple[Any, ...]  # the arguments of _C.forward before q, k and v
+    options: tuple[Any, ...]  # and those between them and the stream
+
+    @classmethod
+    def of(cls, problem: Attention, family: str) -> "Launch | None":
+        """Return what ``forward`` does for the problem; None if it is another kind of call."""
+        if problem.dropout_p > 0 or _is_empty(problem):
+            return None
+        common = _common_arguments(problem, None, family, "forward")
+        return cls(problem.out_shape, problem.lse_shape, common[:3], common[6:-1])
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out and log-sum-exp."""
+        out = q.new_empty(*self.out_shape)
+        lse = q.new_empty(*self.lse_shape, dtype=torch.float32)
+        stream = torch._C._cuda_getCurrentRawStream(q.get_device())
+        counter = _tile_counter(q.device, stream) if self.kernel[0] == "sm90" else None
+        results = (out, lse, None, None, None, counter)
+        _C.forward(*(*self.kernel, q, k, v, *self.options, stream, *results))
+        return out, lse
 
 
 def backward(
@@ -157,12 +216,12 @@ def backward(
     if _is_empty(problem):
         return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
     q = problem.q
-    arguments = common_arguments(problem, rng_state, family, "backward")
+    common = _common_arguments(problem, rng_state, family, "backward")
     if problem.cu_seqlens_q is None:
         row_tiles = problem.batch * -(-q.shape[1] // 16)
     else:
         row_tiles = q.shape[0] // 16 + problem.batch
-    dq_shape = (problem.nheads, row_tiles, 16 * arguments["kernel_headdim"])
+    dq_shape = (problem.nheads, row_tiles, 16 * common.kernel_headdim)
     dq_turn = None
     if problem.options.deterministic:
         dq_turn = q.new_zeros(dq_shape[:2], dtype=torch.int32)
@@ -181,7 +240,7 @@ def backward(
         written[1].zero_()
         written[2].zero_()
     _C.backward(
-        **arguments,
+        *common,
         dout=_with_whole_rows(dout),
         out=_with_whole_rows(out),
         lse=lse.contiguous(),
@@ -204,50 +263,47 @@ def _is_empty(problem: Attention) -> bool:
     return (
         problem.max_seqlen_q == 0
         or problem.max_seqlen_k == 0
-        or problem.q.numel() == 0
-        or problem.k.numel() == 0
-        or (problem.cu_seqlens_q is not None and problem.cu_seqlens_q.shape[0] == 1)
+        or problem.batch == 0
+        or 0 in problem.out_shape
+        or 0 in problem.sizes.rows_k
         or (problem.block_table is not None and problem.block_table.numel() == 0)
     )
 
 
-def common_arguments(
+def _common_arguments(
     problem: Attention, rng_state: Tensor | None, family: str, direction: str
-) -> dict[str, Any]:
-    """The arguments that _C.forward and _C.backward share."""
-    q, k, v, options = problem.q, problem.k, problem.v, problem.options
-    headdim = q.shape[-1]
-    kernel = _kernel(family, direction, q.dtype, headdim, v.shape[-1])
+) -> _Common:
+    q, options = problem.q, problem.options
+    kernel = _kernel(family, direction, q.dtype, problem.headdim, problem.headdim_v)
     assert kernel is not None, "unsupported() was not asked"
     # max_seqlen_q and max_seqlen_k decide how much is launched, and windows are 32 bits wide.
     max_seqlen_q, max_seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     if problem.cu_seqlens_q is not None:
         max_seqlen_q = min(max_seqlen_q, q.shape[0])
         max_seqlen_k = min(max_seqlen_k, _rows(problem))
-    scale = options.softmax_scale
-    return {
-        "family": family,
-        "kernel_headdim": kernel.headdim,
-        "kernel_headdim_v": kernel.headdim_v,
-        "q": q,
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": _contiguous(problem.cu_seqlens_q),
-        "cu_seqlens_k": _contiguous(problem.cu_seqlens_k),
-        "seqused_k": _contiguous(problem.seqused_k),
-        "leftpad_k": _contiguous(problem.leftpad_k),
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "softmax_scale": headdim**-0.5 if scale is None else scale,
-        "window_left": min(options.window_left, max_seqlen_k),
-        "window_right": min(options.window_right, max_seqlen_q),
-        "softcap": options.softcap,
-        "alibi_slopes": _contiguous(problem.alibi_slopes),
-        "dropout_p": options.dropout_p,
-        "rng_state": rng_state,
-        "shared_memory": _shared_memory,
-        "stream": torch._C._cuda_getCurrentRawStream(q.get_device()),
-    }
+    return _Common(
+        family,
+        kernel.headdim,
+        kernel.headdim_v,
+        q,
+        problem.k,
+        problem.v,
+        _contiguous(problem.cu_seqlens_q),
+        _contiguous(problem.cu_seqlens_k),
+        _contiguous(problem.seqused_k),
+        _contiguous(problem.leftpad_k),
+        max_seqlen_q,
+        max_seqlen_k,
+        problem.softmax_scale,
+        min(options.window_left, max_seqlen_k),
+        min(options.window_right, max_seqlen_q),
+        options.softcap,
+        _contiguous(problem.alibi_slopes),
+        options.dropout_p,
+        rng_state,
+        _shared_memory,
+        torch._C._cuda_getCurrentRawStream(q.get_device()),
+    )
 
 
 def _rows(problem: Attention) -> int:
@@ -281,7 +337,7 @@ def _tile_counter(device: torch.device, stream: int) -> Tensor:
     Kernels of one stream share it since they follow each other. A CUDA graph gets its own, which it
     sets to zero itself: it may be replayed on any stream.
     """
-    if _is_capturing(device.index):
+    if stream != 0 and _is_capturing(device.index):  # the default stream is never captured
         return torch.zeros(1, dtype=torch.int32, device=device)
     counter = _tile_counters.get((device.index, stream))
     if counter is None:

@@ -1,0 +1,72 @@
+// What a call depends on, but for the addresses and values of its tensors.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "tensor_view.h"
+
+namespace flash {
+
+class CallKey {
+ public:
+  CallKey() { bytes_.reserve(512); }
+
+  // False for what no key can hold: anything but a plain CUDA tensor, a number of Python or None.
+  bool add(pybind11::handle argument) {
+    PyObject* object = argument.ptr();
+    if (object == Py_None) {
+      append('n');
+    } else if (PyBool_Check(object)) {
+      append(object == Py_True ? 't' : 'f');
+    } else if (PyFloat_CheckExact(object)) {
+      append('d', PyFloat_AS_DOUBLE(object));
+    } else if (PyLong_CheckExact(object)) {
+      int overflow;
+      append('i', PyLong_AsLongLongAndOverflow(object, &overflow));
+      return overflow == 0;
+    } else {
+      return add_tensor(argument);
+    }
+    return true;
+  }
+
+  pybind11::bytes bytes() const { return pybind11::bytes(bytes_); }
+
+ private:
+  bool add_tensor(pybind11::handle argument) {
+    const auto& torch = detail::TorchNames::get();
+    // A subclass may mean something else by its data, and is the dispatcher's.
+    if (torch.read_tensor == nullptr || !Py_IS_TYPE(argument.ptr(), torch.tensor_type)) {
+      return false;
+    }
+    dlpack::Tensor tensor;
+    if (torch.read_tensor(argument.ptr(), &tensor) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    append('x', tensor.dtype, tensor.device_type, tensor.device, tensor.ndim);
+    for (int i = 0; i < tensor.ndim; ++i) append(tensor.shape[i], tensor.strides[i]);
+    append(reinterpret_cast<uintptr_t>(tensor.data) % 16);
+    return tensor.device_type == dlpack::kCuda;
+  }
+
+  template <typename... Values>
+  void append(const Values&... values) {
+    (bytes_.append(reinterpret_cast<const char*>(&values), sizeof(values)), ...);
+  }
+
+  std::string bytes_;
+};
+
+inline pybind11::object call_key(const pybind11::args& arguments) {
+  CallKey key;
+  for (const auto& argument : arguments) {
+    if (!key.add(argument)) return pybind11::none();
+  }
+  return key.bytes();
+}
+
+}  // namespace flash
