@@ -16,6 +16,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 // output is then rescaled a few times a row instead of at every step, and what replaces
 // probabilities until the end stays below 2^8, far from the largest float16.
 constexpr float kRescaleThreshold = 8.f;
+constexpr float kLargestSum = 256.f;  // the same for a lane's sum of a block's exponentials
 
 // What turns scores that are still without their scale into exponents of 2. A scale of zero would
 // turn the -inf of a masked score into NaN; the smallest normal float gives all visible keys equal
@@ -87,10 +88,15 @@ struct SoftmaxState {
     }
   }
 
-  // Unnormalized probability of a score of accumulator m, place j (0..3); it joins the row's sum.
+  // Unnormalized probability of a score in row r.
+  __device__ float power(float score, int r) const {
+    return ptx::ex2(fmaf(score, scale_log2, -reference[r]));
+  }
+
+  // The same for accumulator m, place j (0..3); it joins the row's sum.
   __device__ float exponentiate(float score, int m, int j) {
     const int r = 2 * m + j / 2;
-    const float p = ptx::ex2(fmaf(score, scale_log2, -reference[r]));
+    const float p = power(score, r);
     sum[r] += p;
     return p;
   }
@@ -131,6 +137,27 @@ __device__ bool raise_reference(SoftmaxState<kRowTiles>& state,
     }
   }
   return true;
+}
+
+// Raises the reference of the rows that have `outgrown` theirs in some lane of the quad to the
+// maximum of their scores, and rescales the sums; all lanes of the warp together.
+// scores: (1, kScoreTiles) accumulators of m16n8
+template <int kScoreTiles>
+__device__ void raise_reference(SoftmaxState<1>& state, const float (&scores)[1][kScoreTiles][4],
+                                const bool (&outgrown)[2], float (&factors)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float row_max = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      row_max = fmaxf(row_max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
+    }
+    const float scaled_max = quad_max(row_max) * state.scale_log2;
+    const bool raise = quad_max(outgrown[r] ? 1.f : 0.f) > 0.f && scaled_max > state.reference[r];
+    factors[r] = raise ? ptx::ex2(state.reference[r] - scaled_max) : 1.f;
+    if (raise) state.reference[r] = scaled_max;
+    state.sum[r] *= factors[r];
+  }
 }
 
 // out: (kRowTiles, kOutTiles) accumulators of m16n8

@@ -20,9 +20,10 @@ struct ForwardTile {
   bool take_turns;  // warpgroups issue their matmuls in turn, so that softmax and matmul alternate
 };
 
-constexpr ForwardTile forward_tile(int headdim, int headdim_v) {
+constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features) {
   switch (headdim) {
     case 64:
+      if (features == FeatureSet::kFull) return {128, 128, 2, false, true};
       return {192, 128, 2, false, true};
     case 96:
       return {128, 128, 2, false, true};
@@ -39,7 +40,7 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v) {
 template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_>
 struct ForwardConfig {
   using T = T_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_);
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kFeatures_);
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
@@ -53,7 +54,7 @@ struct ForwardConfig {
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 32;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 
   static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3));

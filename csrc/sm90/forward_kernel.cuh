@@ -14,6 +14,7 @@
 #include <cuda_fp16.h>
 
 #include <cuda/ptx>
+#include <type_traits>
 
 #include "common/dropout.h"
 #include "common/mask.h"
@@ -40,15 +41,14 @@ struct ForwardMaps {
   CUtensorMap out;  // (batch, nheads, rows, headdim_v), box: kWarpgroupRows
 };
 
-// A place in a ring of barriers and how often it has come round.
+// How often a ring of barriers has been advanced: one register holds place and phase.
 template <int kSize>
 struct Ring {
-  int place = 0;
-  uint32_t phase = 0;
+  uint32_t count = 0;
 
-  __device__ void advance() {
-    if (++place == kSize) place = 0, phase ^= 1;
-  }
+  __device__ int place() const { return count % kSize; }
+  __device__ uint32_t phase() const { return count / kSize % 2; }
+  __device__ void advance() { ++count; }
 };
 
 // Waits for the end of a barrier's phase. A new barrier is in phase 0, and its phase 1 counts as
@@ -82,17 +82,19 @@ struct TileRange {
         n_begin(mask.first_key(m_begin) / kBlockN * kBlockN),
         n_end(mask.end_key(m_end - 1)) {}
 
-  // First key of the block that is taken first.
-  __device__ int last_block() const { return (n_end - 1) / kBlockN * kBlockN; }
+  // First key of the block that is taken first; before n_begin if there is none.
+  __device__ int last_block() const {
+    return n_begin < n_end ? (n_end - 1) / kBlockN * kBlockN : n_begin - kBlockN;
+  }
 };
 
-// By each warp of the producer and the consumers; `phase` is the caller's.
+// By each warp of the consumers and by those of the producers; `ring` is the caller's.
 template <typename SharedStorage>
-__device__ Tile receive_tile(SharedStorage& shared, uint32_t& phase, int lane) {
-  wait(shared.tile_full, phase);
+__device__ Tile receive_tile(SharedStorage& shared, Ring<1>& ring, int lane) {
+  wait(shared.tile_full, ring.phase());
   const Tile tile = shared.tile;
   arrive_of_warp(shared.tile_empty, lane);
-  phase ^= 1;
+  ring.advance();
   return tile;
 }
 
@@ -107,13 +109,12 @@ __device__ void distribute_tiles(const ForwardParams& params, const Schedule& sc
     if (lane == 0) shared.tile = tile;
     arrive_of_warp(shared.tile_full, lane);
     if (tile.batch < 0) return;
-    // Only when all have begun this tile is the next drawn: whoever is done first shall have it.
     wait(shared.tile_empty, phase);
     scheduler.next();
   }
 }
 
-// ---- Producer ----------------------------------------------------------------------------------
+// ---- Producers ---------------------------------------------------------------------------------
 
 // Has the copy engine fetch rows `row` .. `row + kBlockN - 1` of a sequence's keys or values, all
 // lanes of a warp together. tile: (kCols / kBoxCols, kBlockN, kBoxCols)
@@ -127,9 +128,8 @@ __device__ void load_keys(typename Config::T* tile, const CUtensorMap& map, uint
                                          cuda::ptx::space_shared, &full, kBlockN * kCols * 2);
   }
   __syncwarp();
-  const int boxes = kBlockN / box_rows;  // along the keys
-  for (int i = lane; i < boxes * (kCols / kBoxCols); i += 32) {
-    const int part = i / boxes, box_row = i % boxes * box_rows;
+#pragma unroll 1  // registers are few here
+  for (int box_row = lane * box_rows; box_row < kBlockN; box_row += 32 * box_rows) {
     int slot = sequence.k_batch, slot_row = sequence.k_first + row + box_row;
     if (params.block_table != nullptr) {
       // Past the table's end it fetches some page: what lies outside the sequence is hidden.
@@ -138,9 +138,12 @@ __device__ void load_keys(typename Config::T* tile, const CUtensorMap& map, uint
       slot = min(max(slot, 0), params.slots_k - 1);
       slot_row %= params.page_size;
     }
-    cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global,
-                                    tile + (part * kBlockN + box_row) * kBoxCols, &map,
-                                    {part * kBoxCols, slot_row, head_kv, slot}, &full);
+#pragma unroll 1
+    for (int part = 0; part < kCols / kBoxCols; ++part) {
+      cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global,
+                                      tile + (part * kBlockN + box_row) * kBoxCols, &map,
+                                      {part * kBoxCols, slot_row, head_kv, slot}, &full);
+    }
   }
 }
 
@@ -149,8 +152,10 @@ __device__ void load_keys(typename Config::T* tile, const CUtensorMap& map, uint
 template <typename Config>
 __device__ void clear_tail(typename Config::T* tile, int valid_rows, int lane) {
   constexpr int kChunks = Config::kBoxCols / 8;  // of a row of a part
+#pragma unroll 1
   for (int part = 0; part < Config::kHeadDimV / Config::kBoxCols; ++part) {
     auto* const rows = reinterpret_cast<uint4*>(tile + part * Config::kBlockN * Config::kBoxCols);
+#pragma unroll 1
     for (int i = valid_rows * kChunks + lane; i < Config::kBlockN * kChunks; i += 32) {
       rows[i] = make_uint4(0, 0, 0, 0);
     }
@@ -158,51 +163,30 @@ __device__ void clear_tail(typename Config::T* tile, int valid_rows, int lane) {
   cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
 }
 
+// Loads Q of each tile and its keys, block by block from the last to the first.
 template <typename Config>
-__device__ void produce(const ForwardParams& params, const ForwardMaps& maps,
-                        const Schedule& schedule, typename Config::SharedStorage& shared,
-                        int lane) {
+__device__ void produce_keys(const ForwardParams& params, const ForwardMaps& maps,
+                             const Schedule& schedule, typename Config::SharedStorage& shared,
+                             int lane) {
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBoxCols = Config::kBoxCols;
   const int group = params.nheads / params.nheads_kv;
-  // Whether there may be anything but zeros behind a sequence's last key.
-  const bool tail = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr ||
-                    params.block_table != nullptr;
-  Ring<Config::kStages> k_ring, v_ring;
-  uint32_t tile_phase = 0, q_phase = 0, tail_phase = 0;
-
+  Ring<Config::kStages> ring;
+  Ring<1> tile_ring, q_ring;
   for (;;) {
-    const Tile tile = receive_tile(shared, tile_phase, lane);
+    const Tile tile = receive_tile(shared, tile_ring, lane);
     if (tile.batch < 0) break;
     const TileRange<kBlockN> range(params, schedule, tile);
-    const Sequence& sequence = range.sequence;
     const int head_kv = tile.head * schedule.group / group;
-    const auto load_k = [&](int n) {
-      wait(shared.k_empty[k_ring.place], k_ring.phase ^ 1);
-      load_keys<Config, Config::kHeadDim>(
-          shared.k[k_ring.place], maps.k, shared.k_full[k_ring.place], params,
-          schedule.key_box_rows, sequence, tile.batch, n, head_kv, lane);
-      k_ring.advance();
-    };
-    const auto load_v = [&](int n) {
-      wait(shared.v_empty[v_ring.place], v_ring.phase ^ 1);
-      const bool clear = tail && n + kBlockN > sequence.seqlen_k;
-      load_keys<Config, Config::kHeadDimV>(
-          shared.v[v_ring.place], maps.v, clear ? shared.tail_full : shared.v_full[v_ring.place],
-          params, schedule.key_box_rows, sequence, tile.batch, n, head_kv, lane);
-      if (clear) {
-        wait(shared.tail_full, tail_phase);
-        tail_phase ^= 1;
-        clear_tail<Config>(shared.v[v_ring.place], sequence.seqlen_k - n, lane);
-        arrive_of_warp(shared.v_full[v_ring.place], lane);
-      }
-      v_ring.advance();
-    };
-
-    if (range.n_begin < range.n_end) {
-      int n = range.last_block();
-      load_k(n);
-      wait(shared.q_empty, q_phase ^ 1);
-      q_phase ^= 1;
+    for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
+      wait(shared.k_empty[ring.place()], ring.phase() ^ 1);
+      load_keys<Config, Config::kHeadDim>(shared.k[ring.place()], maps.k, shared.k_full[ring.place()],
+                                          params, schedule.key_box_rows, range.sequence, tile.batch,
+                                          n, head_kv, lane);
+      ring.advance();
+      if (n + kBlockN < range.n_end) continue;
+      // Behind the first keys, which need not wait for the last tile to be done.
+      wait(shared.q_empty, q_ring.phase() ^ 1);
+      q_ring.advance();
       if (lane == 0) {
         cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
                                              cuda::ptx::space_shared, &shared.q_full,
@@ -213,15 +197,48 @@ __device__ void produce(const ForwardParams& params, const ForwardMaps& maps,
         cuda::ptx::cp_async_bulk_tensor(
             cuda::ptx::space_cluster, cuda::ptx::space_global, shared.q + lane * kBlockM * kBoxCols,
             &maps.q,
-            {lane * kBoxCols, tile.head * schedule.group % group, sequence.q_first + range.m_begin,
-             head_kv, sequence.q_batch},
+            {lane * kBoxCols, tile.head * schedule.group % group,
+             range.sequence.q_first + range.m_begin, head_kv, range.sequence.q_batch},
             &shared.q_full);
       }
-      for (; n >= range.n_begin; n -= kBlockN) {
-        if (n > range.n_begin) load_k(n - kBlockN);
-        load_v(n);
-      }
     }
+  }
+}
+
+// Loads the values of the same blocks, and asks for the next tile when this one's last loads begin:
+// whoever is done first shall have it.
+template <typename Config>
+__device__ void produce_values(const ForwardParams& params, const ForwardMaps& maps,
+                               const Schedule& schedule, typename Config::SharedStorage& shared,
+                               int lane) {
+  constexpr int kBlockN = Config::kBlockN;
+  Ring<Config::kStages> ring;
+  Ring<1> tile_ring, tail_ring;
+  for (;;) {
+    wait(shared.tile_full, tile_ring.phase());
+    tile_ring.advance();
+    const Tile tile = shared.tile;
+    if (tile.batch < 0) break;
+    const TileRange<kBlockN> range(params, schedule, tile);
+    const int head_kv = tile.head * schedule.group / (params.nheads / params.nheads_kv);
+    for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
+      if (n == range.n_begin) arrive_of_warp(shared.tile_empty, lane);
+      wait(shared.v_empty[ring.place()], ring.phase() ^ 1);
+      const int valid_rows = range.sequence.seqlen_k - n;
+      const bool clear = schedule.clear_tail && valid_rows < kBlockN;
+      uint64_t& full = shared.v_full[ring.place()];
+      load_keys<Config, Config::kHeadDimV>(
+          shared.v[ring.place()], maps.v, clear ? shared.tail_full : full, params,
+          schedule.key_box_rows, range.sequence, tile.batch, n, head_kv, lane);
+      if (clear) {
+        wait(shared.tail_full, tail_ring.phase());
+        tail_ring.advance();
+        clear_tail<Config>(shared.v[ring.place()], valid_rows, lane);
+        arrive_of_warp(full, lane);
+      }
+      ring.advance();
+    }
+    if (range.n_begin >= range.n_end) arrive_of_warp(shared.tile_empty, lane);
   }
 }
 
@@ -260,32 +277,54 @@ __device__ void start_output(float (&out)[Config::kHeadDimV / 8][4],
   ptx::wgmma_commit();
 }
 
-// Scores become unnormalized probabilities, which join the rows' sums.
-template <int kColTiles>
-__device__ void exponentiate_scores(SoftmaxState<1>& softmax, float (&scores)[1][kColTiles][4]) {
-#pragma unroll
-  for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) scores[0][n][j] = softmax.exponentiate(scores[0][n][j], 0, j);
-  }
-}
-
-// Two neighbouring accumulators, once rounded to T, are an A operand: no data moves between lanes.
+// P = exp(S) relative to the rows' references, rounded to T; returns this lane's sum over each row.
+// Two neighbouring accumulators are then an A operand: no data moves between lanes.
 // kept_of_block(n): whether dropout keeps the probabilities [2 n], [2 n + 1] (KeptOfBlock)
 template <typename T, int kColTiles, typename KeptOf>
-__device__ void pack_probabilities(uint32_t (&p)[kColTiles / 2][4],
-                                   const float (&probabilities)[kColTiles][4],
-                                   KeptOf kept_of_block) {
+__device__ float2 exponentiate_scores(uint32_t (&p)[kColTiles / 2][4],
+                                      const SoftmaxState<1>& softmax,
+                                      const float (&scores)[1][kColTiles][4],
+                                      KeptOf kept_of_block) {
+  float sums[2] = {};
 #pragma unroll
   for (int n = 0; n < kColTiles / 2; ++n) {
     const auto kept = kept_of_block(n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int j = i % 2 * 2;
-      const float* const pair = &probabilities[2 * n + i / 2][j];
-      p[n][i] = pack(kept(i / 2, j) ? pair[0] : 0.f, kept(i / 2, j + 1) ? pair[1] : 0.f, T());
+      const int j = i % 2 * 2, half = i % 2;
+      const float* const pair = &scores[0][2 * n + i / 2][j];
+      const float low = softmax.power(pair[0], half), high = softmax.power(pair[1], half);
+      sums[half] += low;
+      sums[half] += high;
+      p[n][i] = pack(kept(i / 2, j) ? low : 0.f, kept(i / 2, j + 1) ? high : 0.f, T());
     }
   }
+  return make_float2(sums[0], sums[1]);
+}
+
+// The probabilities of the next block of scores. Nobody looks for the rows' maxima: the sums tell
+// whether scores have outgrown the references. Only then, a few times a row, the references become
+// the maxima, `out` is rescaled to them and the block is done again. Of the first block this is
+// known beforehand.
+template <typename T, bool kFirst, int kColTiles, int kOutTiles, typename KeptOf>
+__device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& softmax,
+                             const float (&scores)[1][kColTiles][4], float (&out)[1][kOutTiles][4],
+                             KeptOf kept_of_block) {
+  float2 sums;
+  bool outgrown[2] = {true, true};
+  if constexpr (!kFirst) {
+    sums = exponentiate_scores<T>(p, softmax, scores, kept_of_block);
+    outgrown[0] = !(sums.x <= kLargestSum);  // NaN too
+    outgrown[1] = !(sums.y <= kLargestSum);
+  }
+  if (kFirst || __any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
+    float factors[2];
+    raise_reference(softmax, scores, outgrown, factors);
+    if constexpr (!kFirst) rescale_output(out, factors);
+    sums = exponentiate_scores<T>(p, softmax, scores, kept_of_block);
+  }
+  softmax.sum[0] += sums.x;
+  softmax.sum[1] += sums.y;
 }
 
 template <typename Config>
@@ -321,9 +360,9 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
   if (next_warpgroup == 0) pass_turn(0);
 
   Ring<Config::kStages> k_ring, v_ring;
-  uint32_t tile_phase = 0, q_phase = 0;
+  Ring<1> tile_ring, q_ring;
   for (;;) {
-    const Tile tile = receive_tile(shared, tile_phase, lane);
+    const Tile tile = receive_tile(shared, tile_ring, lane);
     if (tile.batch < 0) break;
 
     const TileRange<kBlockN> range(params, schedule, tile);
@@ -358,63 +397,53 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
         apply_mask(scores, mask, [&](int, int half) { return queries[half]; }, key);
       }
     };
-    const auto pack_block = [&](uint32_t (&p)[kColTiles / 2][4], float (&scores)[1][kColTiles][4],
-                                int n) {
+    uint32_t p[kColTiles / 2][4];
+    float scores[1][kColTiles][4];
+    const auto softmax_block = [&](auto first, int n) {
+      constexpr bool kFirst = decltype(first)::value;
+      transform_and_mask(scores, n);
       if (kFull && dropout.enabled) {
-        pack_probabilities<T>(
-            p, scores[0], [&](int i) { return dropout.kept(queries[0] / 16, n / 16 + i, lane); });
+        softmax_step<T, kFirst>(p, softmax, scores, out, [&](int i) {
+          return dropout.kept(queries[0] / 16, n / 16 + i, lane);
+        });
       } else {
-        pack_probabilities<T>(p, scores[0], [](int) { return [](int, int) { return true; }; });
+        softmax_step<T, kFirst>(p, softmax, scores, out,
+                                [](int) { return [](int, int) { return true; }; });
       }
     };
 
     if (range.n_begin < range.n_end) {
-      // The first block of keys.
       int n = range.last_block();
-      uint32_t p[kColTiles / 2][4];
-      float factors[2];
-      wait(shared.q_full, q_phase);
-      q_phase ^= 1;
-      wait(shared.k_full[k_ring.place], k_ring.phase);
-      {
-        float scores[1][kColTiles][4];
-        start_scores<Config>(scores[0], q_descriptor, k_descriptor(k_ring.place));
-        ptx::wgmma_wait<0>(scores[0]);
-        arrive_of_warp(shared.k_empty[k_ring.place], lane);
-        k_ring.advance();
-        transform_and_mask(scores, n);
-        raise_reference(softmax, scores, factors, WarpTeam());
-        exponentiate_scores(softmax, scores);
-        pack_block(p, scores, n);
-      }
+      wait(shared.q_full, q_ring.phase());
+      q_ring.advance();
+      wait(shared.k_full[k_ring.place()], k_ring.phase());
+      start_scores<Config>(scores[0], q_descriptor, k_descriptor(k_ring.place()));
+      ptx::wgmma_wait<0>(scores[0]);
+      arrive_of_warp(shared.k_empty[k_ring.place()], lane);
+      k_ring.advance();
+      softmax_block(std::true_type(), n);
 
-      // Each step starts the scores of the next block and the output of this one, and computes the
-      // next block's probabilities beside the latter.
+      // Each step multiplies by one block of values and by the next block of keys.
       for (n -= kBlockN; n >= range.n_begin; n -= kBlockN) {
-        float scores[1][kColTiles][4];
-        wait(shared.k_full[k_ring.place], k_ring.phase);
+        wait(shared.k_full[k_ring.place()], k_ring.phase());
+        wait(shared.v_full[v_ring.place()], v_ring.phase());
         take_turn();
-        start_scores<Config>(scores[0], q_descriptor, k_descriptor(k_ring.place));
-        wait(shared.v_full[v_ring.place], v_ring.phase);
-        start_output<Config>(out[0], p, v_descriptor(v_ring.place));
+        start_scores<Config>(scores[0], q_descriptor, k_descriptor(k_ring.place()));
+        start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
         pass_turn(next_warpgroup);
         ptx::wgmma_wait<1>(scores[0]);
-        arrive_of_warp(shared.k_empty[k_ring.place], lane);
+        arrive_of_warp(shared.k_empty[k_ring.place()], lane);
         k_ring.advance();
-        transform_and_mask(scores, n);
-        const bool raised = raise_reference(softmax, scores, factors, WarpTeam());
-        exponentiate_scores(softmax, scores);
         ptx::wgmma_wait<0>(out[0]);
-        arrive_of_warp(shared.v_empty[v_ring.place], lane);
+        arrive_of_warp(shared.v_empty[v_ring.place()], lane);
         v_ring.advance();
-        if (raised) rescale_output(out, factors);
-        pack_block(p, scores, n);
+        softmax_block(std::false_type(), n);
       }
       if constexpr (!Config::kOutputOverQ) arrive_of_warp(shared.q_empty, lane);
-      wait(shared.v_full[v_ring.place], v_ring.phase);
-      start_output<Config>(out[0], p, v_descriptor(v_ring.place));
+      wait(shared.v_full[v_ring.place()], v_ring.phase());
+      start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
       ptx::wgmma_wait<0>(out[0]);
-      arrive_of_warp(shared.v_empty[v_ring.place], lane);
+      arrive_of_warp(shared.v_empty[v_ring.place()], lane);
       v_ring.advance();
     }
 
@@ -518,7 +547,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       init(shared.v_empty[i], Config::kConsumerWarps);
     }
     init(shared.tile_full, 1);
-    init(shared.tile_empty, Config::kConsumerWarps + 1);
+    init(shared.tile_empty, Config::kConsumerWarps + 2);  // and two producers
     cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   __syncthreads();
@@ -526,8 +555,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    if (warp == 0) produce<Config>(params, maps, schedule, shared, lane);
-    if (warp == 1) distribute_tiles(params, schedule, shared, lane);
+    if (warp == 0) distribute_tiles(params, schedule, shared, lane);
+    if (warp == 1) produce_keys<Config>(params, maps, schedule, shared, lane);
+    if (warp == 2) produce_values<Config>(params, maps, schedule, shared, lane);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     consume<Config>(params, maps, schedule, scale_log2, shared, warpgroup - 1);

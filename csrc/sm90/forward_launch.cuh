@@ -16,7 +16,7 @@
 namespace flash::sm90 {
 
 // K and V of the heads that run together take at most this much of the L2 cache.
-constexpr int64_t kSectionBytes = 32 << 20;
+constexpr int64_t kSectionBytes = 16 << 20;
 
 // All heads of a group share a tile if that saves tiles: with one query a tile is nearly empty.
 template <typename Config>
@@ -37,14 +37,20 @@ Schedule make_schedule(const ForwardParams& params) {
   schedule.tiles = schedule.m_blocks * schedule.heads * params.batch;
   const int64_t head_bytes = int64_t{2} * params.seqlen_k * (params.headdim + params.headdim_v);
   const int64_t group_of_tiles = schedule.heads / params.nheads_kv;  // that read the same K and V
-  schedule.section = static_cast<int>(
-      std::clamp<int64_t>(kSectionBytes / head_bytes, 1, params.nheads_kv * int64_t{params.batch}) *
-      group_of_tiles);
+  // Without a mask all tiles are equally long, and one head after the other reads memory least.
+  const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
+  schedule.section =
+      static_cast<int>((masked ? std::clamp<int64_t>(kSectionBytes / head_bytes, 1,
+                                                     params.nheads_kv * int64_t{params.batch})
+                               : 1) *
+                       group_of_tiles);
   // A box may not cross pages, which leftpad_k may begin within.
   schedule.key_box_rows = params.block_table == nullptr ? Config::kBlockN
                           : params.leftpad_k != nullptr
                               ? 1
                               : std::gcd(Config::kBlockN, params.page_size);
+  schedule.clear_tail = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr ||
+                        params.block_table != nullptr;
   return schedule;
 }
 

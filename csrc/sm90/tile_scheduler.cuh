@@ -19,6 +19,7 @@ struct Schedule {
   int section;       // heads, over all batch entries, whose K and V share the L2 cache
   int tiles;         // in all, if sequences are dense
   int key_box_rows;  // keys that one box of the copy engine holds; divides kBlockN
+  bool clear_tail;   // there may be anything but zeros behind a sequence's last value
 };
 
 struct alignas(16) Tile {
