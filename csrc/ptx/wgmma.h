@@ -14,15 +14,12 @@
 namespace flash::ptx {
 
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor Format"
-// Matrices in shared memory are swizzled within rows of kRowBytes (128 or 64), as
-// cuTensorMapEncodeTiled does it. For a K-major matrix (rows of k) `group_stride` does not count;
-// for an MN-major one it is the distance in bytes from one kRowBytes of columns to the next.
-template <int kRowBytes>
-__device__ constexpr uint64_t wgmma_descriptor(uint32_t shared_address, uint32_t group_stride) {
-  static_assert(kRowBytes == 128 || kRowBytes == 64);
-  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
-  constexpr uint64_t kEightRows = 8 * kRowBytes;
-  return kSwizzle << 62 | (kEightRows >> 4) << 32 | uint64_t{group_stride >> 4} << 16 |
+// Matrices in shared memory lie in rows of 128 bytes, swizzled as cuTensorMapEncodeTiled does it.
+// For a K-major matrix (rows of k) `part_bytes` does not count; for an MN-major one it is the
+// distance from one 64 columns to the next.
+__device__ constexpr uint64_t wgmma_descriptor(uint32_t shared_address, uint32_t part_bytes) {
+  constexpr uint64_t kSwizzle128 = 1, kEightRows = 1024;
+  return kSwizzle128 << 62 | (kEightRows >> 4) << 32 | uint64_t{part_bytes >> 4} << 16 |
          (shared_address & 0x3ffff) >> 4;
 }
 

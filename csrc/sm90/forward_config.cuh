@@ -12,28 +12,34 @@ namespace flash::sm90 {
 constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // of wgmma
 
+// A box of the copy engine has kBoxCols columns; a tile is made of (rows, kBoxCols) parts, the last
+// of which may be wider than the matrix.
+constexpr int kBoxCols = 64;
+constexpr int kPartBytes = kBoxCols * 2;  // of a row
+template <int kCols>
+constexpr int kParts = (kCols + kBoxCols - 1) / kBoxCols;
+
 struct ForwardTile {
-  int block_m;         // queries of a tile: 64 for each consumer warpgroup
-  int block_n;         // keys of one step
-  int stages;          // of K and of V in shared memory
-  bool output_over_q;  // the output leaves through Q's place, or has one of its own
+  int block_m;      // queries of a tile: 64 for each consumer warpgroup
+  int block_n;      // keys of one step
+  int q_stages;     // of Q in shared memory; 2: the next tile's is loaded beside this one's
   bool take_turns;  // warpgroups issue their matmuls in turn, so that softmax and matmul alternate
 };
 
 constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features) {
   switch (headdim) {
     case 64:
-      if (features == FeatureSet::kFull) return {128, 128, 2, false, true};
-      return {192, 128, 2, false, true};
+      if (features == FeatureSet::kFull) return {128, 128, 2, true};
+      return {192, 128, 2, true};
     case 96:
-      return {128, 128, 2, false, true};
+      return {128, 128, 1, true};
     case 128:
-      return {128, 128, 2, false, true};
+      return {128, 128, 2, true};
     case 192:
-      if (headdim_v == 128) return {128, 128, 2, true, false};
-      return {128, 96, 2, true, false};
+      if (headdim_v == 128) return {128, 96, 2, true};
+      return {128, 96, 1, true};
     default:
-      return {128, 80, 2, true, false};
+      return {128, 80, 1, true};
   }
 }
 
@@ -44,11 +50,9 @@ struct ForwardConfig {
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
-  static constexpr int kStages = kTile.stages;
-  static constexpr bool kOutputOverQ = kTile.output_over_q;
+  static constexpr int kStages = 2;  // of K and of V in shared memory
+  static constexpr int kQStages = kTile.q_stages;
   static constexpr bool kTakeTurns = kTile.take_turns;
-  // A box of the copy engine has this many columns, a tile is made of such (rows, kBoxCols) parts.
-  static constexpr int kBoxCols = kHeadDim % 64 == 0 ? 64 : 32;
 
   static constexpr int kConsumers = kBlockM / kWarpgroupRows;  // warpgroups
   static constexpr int kConsumerWarps = kConsumers * 4;
@@ -58,15 +62,14 @@ struct ForwardConfig {
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 
   static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3));
-  static_assert(kHeadDimV % kBoxCols == 0 && kHeadDimV <= kHeadDim);
+  static_assert(kBlockN % 16 == 0 && kHeadDimV <= kHeadDim);
 
   struct SharedStorage {
-    alignas(1024) T q[kBlockM * kHeadDim];
-    alignas(1024) T k[kStages][kBlockN * kHeadDim];
-    alignas(1024) T v[kStages][kBlockN * kHeadDimV];
-    alignas(1024) T out[kOutputOverQ ? 8 : kBlockM * kHeadDimV];
+    alignas(1024) T q[kQStages][kParts<kHeadDim> * kBlockM * kBoxCols];
+    alignas(1024) T k[kStages][kParts<kHeadDim> * kBlockN * kBoxCols];
+    alignas(1024) T v[kStages][kParts<kHeadDimV> * kBlockN * kBoxCols];
     // Barriers: "full" when the copy engine has written, "empty" when the consumers have read.
-    uint64_t q_full, q_empty;
+    uint64_t q_full[kQStages], q_empty[kQStages];
     uint64_t k_full[kStages], k_empty[kStages];
     uint64_t v_full[kStages], v_empty[kStages];
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first

@@ -33,12 +33,11 @@
 
 namespace flash::sm90 {
 
-// Boxes have kBoxCols columns; outside the tensors they read zeros and write nothing.
+// Boxes have kBoxCols columns; outside the tensors they read zeros.
 struct ForwardMaps {
-  CUtensorMap q;    // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
-  CUtensorMap k;    // (slots, nheads_kv, rows, headdim), box: key_box_rows
-  CUtensorMap v;    // (slots, nheads_kv, rows, headdim_v)
-  CUtensorMap out;  // (batch, nheads, rows, headdim_v), box: kWarpgroupRows
+  CUtensorMap q;  // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
+  CUtensorMap k;  // (slots, nheads_kv, rows, headdim), box: key_box_rows
+  CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v)
 };
 
 // How often a ring of barriers has been advanced: one register holds place and phase.
@@ -82,9 +81,11 @@ struct TileRange {
         n_begin(mask.first_key(m_begin) / kBlockN * kBlockN),
         n_end(mask.end_key(m_end - 1)) {}
 
+  __device__ bool has_keys() const { return n_begin < n_end; }
+
   // First key of the block that is taken first; before n_begin if there is none.
   __device__ int last_block() const {
-    return n_begin < n_end ? (n_end - 1) / kBlockN * kBlockN : n_begin - kBlockN;
+    return has_keys() ? (n_end - 1) / kBlockN * kBlockN : n_begin - kBlockN;
   }
 };
 
@@ -117,15 +118,16 @@ __device__ void distribute_tiles(const ForwardParams& params, const Schedule& sc
 // ---- Producers ---------------------------------------------------------------------------------
 
 // Has the copy engine fetch rows `row` .. `row + kBlockN - 1` of a sequence's keys or values, all
-// lanes of a warp together. tile: (kCols / kBoxCols, kBlockN, kBoxCols)
+// lanes of a warp together. tile: (kParts<kCols>, kBlockN, kBoxCols)
 template <typename Config, int kCols>
 __device__ void load_keys(typename Config::T* tile, const CUtensorMap& map, uint64_t& full,
                           const ForwardParams& params, int box_rows, const Sequence& sequence,
                           int batch, int row, int head_kv, int lane) {
-  constexpr int kBoxCols = Config::kBoxCols, kBlockN = Config::kBlockN;
+  constexpr int kBlockN = Config::kBlockN;
   if (lane == 0) {
     cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
-                                         cuda::ptx::space_shared, &full, kBlockN * kCols * 2);
+                                         cuda::ptx::space_shared, &full,
+                                         kBlockN * kParts<kCols> * kPartBytes);
   }
   __syncwarp();
 #pragma unroll 1  // registers are few here
@@ -139,7 +141,7 @@ __device__ void load_keys(typename Config::T* tile, const CUtensorMap& map, uint
       slot_row %= params.page_size;
     }
 #pragma unroll 1
-    for (int part = 0; part < kCols / kBoxCols; ++part) {
+    for (int part = 0; part < kParts<kCols>; ++part) {
       cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global,
                                       tile + (part * kBlockN + box_row) * kBoxCols, &map,
                                       {part * kBoxCols, slot_row, head_kv, slot}, &full);
@@ -151,10 +153,10 @@ __device__ void load_keys(typename Config::T* tile, const CUtensorMap& map, uint
 // but 0 * NaN is NaN.
 template <typename Config>
 __device__ void clear_tail(typename Config::T* tile, int valid_rows, int lane) {
-  constexpr int kChunks = Config::kBoxCols / 8;  // of a row of a part
+  constexpr int kChunks = kBoxCols / 8;  // of a row of a part
 #pragma unroll 1
-  for (int part = 0; part < Config::kHeadDimV / Config::kBoxCols; ++part) {
-    auto* const rows = reinterpret_cast<uint4*>(tile + part * Config::kBlockN * Config::kBoxCols);
+  for (int part = 0; part < kParts<Config::kHeadDimV>; ++part) {
+    auto* const rows = reinterpret_cast<uint4*>(tile + part * Config::kBlockN * kBoxCols);
 #pragma unroll 1
     for (int i = valid_rows * kChunks + lane; i < Config::kBlockN * kChunks; i += 32) {
       rows[i] = make_uint4(0, 0, 0, 0);
@@ -168,10 +170,11 @@ template <typename Config>
 __device__ void produce_keys(const ForwardParams& params, const ForwardMaps& maps,
                              const Schedule& schedule, typename Config::SharedStorage& shared,
                              int lane) {
-  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBoxCols = Config::kBoxCols;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   const int group = params.nheads / params.nheads_kv;
   Ring<Config::kStages> ring;
-  Ring<1> tile_ring, q_ring;
+  Ring<Config::kQStages> q_ring;
+  Ring<1> tile_ring;
   for (;;) {
     const Tile tile = receive_tile(shared, tile_ring, lane);
     if (tile.batch < 0) break;
@@ -179,27 +182,29 @@ __device__ void produce_keys(const ForwardParams& params, const ForwardMaps& map
     const int head_kv = tile.head * schedule.group / group;
     for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
       wait(shared.k_empty[ring.place()], ring.phase() ^ 1);
-      load_keys<Config, Config::kHeadDim>(shared.k[ring.place()], maps.k, shared.k_full[ring.place()],
-                                          params, schedule.key_box_rows, range.sequence, tile.batch,
-                                          n, head_kv, lane);
+      load_keys<Config, Config::kHeadDim>(
+          shared.k[ring.place()], maps.k, shared.k_full[ring.place()], params,
+          schedule.key_box_rows, range.sequence, tile.batch, n, head_kv, lane);
       ring.advance();
       if (n + kBlockN < range.n_end) continue;
       // Behind the first keys, which need not wait for the last tile to be done.
-      wait(shared.q_empty, q_ring.phase() ^ 1);
+      const int stage = q_ring.place();
+      wait(shared.q_empty[stage], q_ring.phase() ^ 1);
       q_ring.advance();
+      constexpr int kQParts = kParts<Config::kHeadDim>;
       if (lane == 0) {
         cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
-                                             cuda::ptx::space_shared, &shared.q_full,
-                                             schedule.rows * schedule.group * Config::kHeadDim * 2);
+                                             cuda::ptx::space_shared, &shared.q_full[stage],
+                                             schedule.rows * schedule.group * kQParts * kPartBytes);
       }
       __syncwarp();
-      if (lane < Config::kHeadDim / kBoxCols) {
+      if (lane < kQParts) {
         cuda::ptx::cp_async_bulk_tensor(
-            cuda::ptx::space_cluster, cuda::ptx::space_global, shared.q + lane * kBlockM * kBoxCols,
-            &maps.q,
+            cuda::ptx::space_cluster, cuda::ptx::space_global,
+            shared.q[stage] + lane * kBlockM * kBoxCols, &maps.q,
             {lane * kBoxCols, tile.head * schedule.group % group,
              range.sequence.q_first + range.m_begin, head_kv, range.sequence.q_batch},
-            &shared.q_full);
+            &shared.q_full[stage]);
       }
     }
   }
@@ -238,32 +243,32 @@ __device__ void produce_values(const ForwardParams& params, const ForwardMaps& m
       }
       ring.advance();
     }
-    if (range.n_begin >= range.n_end) arrive_of_warp(shared.tile_empty, lane);
+    if (!range.has_keys()) arrive_of_warp(shared.tile_empty, lane);
   }
 }
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// Ids of named barriers; there is one of each for each consumer warpgroup.
-enum NamedBarrier { kTurn = 1, kWarpgroupBarrier = 4 };
+// Ids of named barriers: a turn for each consumer warpgroup.
+enum NamedBarrier { kTurn = 1 };
 
-// Starts S = Q K^T. q, k: descriptors of (kHeadDim / kBoxCols, rows, kBoxCols), of kBlockM rows
-// from the warpgroup's first on and of kBlockN rows
+// Starts S = Q K^T. q, k: descriptors of (kParts<kHeadDim>, rows, kBoxCols), of kBlockM rows from
+// the warpgroup's first on and of kBlockN rows
 template <typename Config>
 __device__ void start_scores(float (&scores)[Config::kBlockN / 8][4], uint64_t q, uint64_t k) {
-  constexpr int kSteps = Config::kBoxCols / 16;
+  constexpr int kSteps = kBoxCols / 16;
   ptx::wgmma_fence();
 #pragma unroll
   for (int d = 0; d < Config::kHeadDim / 16; ++d) {
     const int part = d / kSteps, bytes = d % kSteps * 32;
-    ptx::wgmma_k16<0>(scores, q + (part * Config::kBlockM * Config::kBoxCols * 2 + bytes) / 16,
-                      k + (part * Config::kBlockN * Config::kBoxCols * 2 + bytes) / 16, d > 0,
+    ptx::wgmma_k16<0>(scores, q + (part * Config::kBlockM * kPartBytes + bytes) / 16,
+                      k + (part * Config::kBlockN * kPartBytes + bytes) / 16, d > 0,
                       typename Config::T());
   }
   ptx::wgmma_commit();
 }
 
-// Starts O += P V. p: A operands, 16 keys each. v: descriptor of (kHeadDimV / kBoxCols, kBlockN,
+// Starts O += P V. p: A operands, 16 keys each. v: descriptor of (kParts<kHeadDimV>, kBlockN,
 // kBoxCols)
 template <typename Config>
 __device__ void start_output(float (&out)[Config::kHeadDimV / 8][4],
@@ -271,8 +276,7 @@ __device__ void start_output(float (&out)[Config::kHeadDimV / 8][4],
   ptx::wgmma_fence();
 #pragma unroll
   for (int n = 0; n < Config::kBlockN / 16; ++n) {
-    ptx::wgmma_k16<1>(out, p[n], v + n * 16 * Config::kBoxCols * 2 / 16, true,
-                      typename Config::T());
+    ptx::wgmma_k16<1>(out, p[n], v + n * 16 * kPartBytes / 16, true, typename Config::T());
   }
   ptx::wgmma_commit();
 }
@@ -327,27 +331,67 @@ __device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& s
   softmax.sum[1] += sums.y;
 }
 
+// The 4 x 4 matrix of which each lane of a quad holds a row, transposed.
+__device__ inline void transpose_in_quad(uint32_t (&x)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t taken = __shfl_xor_sync(0xffffffff, upper ? x[i] : x[i | step], step);
+      if (upper) {
+        x[i] = taken;
+      } else {
+        x[i | step] = taken;
+      }
+    }
+  }
+}
+
+// Writes one row of accumulators, rounded to T: 16 bytes a lane, 64 a quad.
+// out: accumulators of m16n8, of which it takes the upper or lower `half` of the rows
+// row: the row's first element, or null: not written
+template <typename T, int kOutTiles>
+__device__ void store_row(T* row, int cols, const float (&out)[kOutTiles][4], int half, int lane) {
+  static_assert(kOutTiles % 4 == 0);
+#pragma unroll
+  for (int d = 0; d < kOutTiles; d += 4) {
+    uint32_t chunk[4];  // columns 2t, 2t+1 of four accumulators; then 8 columns of the t-th
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      chunk[i] = pack(out[d + i][2 * half], out[d + i][2 * half + 1], T());
+    }
+    transpose_in_quad(chunk, lane);
+    const int col = (d + lane % 4) * 8;
+    if (row != nullptr && col < cols) {
+      *reinterpret_cast<uint4*>(row + col) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+    }
+  }
+}
+
 template <typename Config>
 __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
                         const Schedule& schedule, float scale_log2,
                         typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
-  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBoxCols = Config::kBoxCols;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   constexpr int kColTiles = kBlockN / 8, kOutTiles = Config::kHeadDimV / 8;
   constexpr int kPartBytes = kBoxCols * 2;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
-  const uint64_t q_descriptor = ptx::wgmma_descriptor<kPartBytes>(
-      shared_address(shared.q) + warpgroup * kWarpgroupRows * kPartBytes, 0);
+  const auto q_descriptor = [&](int stage) {
+    return ptx::wgmma_descriptor(
+        shared_address(shared.q[stage]) + warpgroup * kWarpgroupRows * kPartBytes, 0);
+  };
   const auto k_descriptor = [&](int stage) {
-    return ptx::wgmma_descriptor<kPartBytes>(shared_address(shared.k[stage]), 0);
+    return ptx::wgmma_descriptor(shared_address(shared.k[stage]), 0);
   };
   const auto v_descriptor = [&](int stage) {
-    return ptx::wgmma_descriptor<kPartBytes>(shared_address(shared.v[stage]), kBlockN * kPartBytes);
+    return ptx::wgmma_descriptor(shared_address(shared.v[stage]), kBlockN * kPartBytes);
   };
-  T* const shared_out = Config::kOutputOverQ ? shared.q : shared.out;
 
   // Whoever holds its turn issues matmuls while the others are at their softmax.
   const auto take_turn = [&] {
@@ -360,11 +404,13 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
   if (next_warpgroup == 0) pass_turn(0);
 
   Ring<Config::kStages> k_ring, v_ring;
-  Ring<1> tile_ring, q_ring;
-  for (;;) {
-    const Tile tile = receive_tile(shared, tile_ring, lane);
-    if (tile.batch < 0) break;
-
+  Ring<Config::kQStages> q_ring;
+  Ring<1> tile_ring;
+  float scores[1][kColTiles][4];
+  bool started = false;  // the tile's first scores are there already
+  Tile next = receive_tile(shared, tile_ring, lane);
+  while (next.batch >= 0) {
+    const Tile tile = next;
     const TileRange<kBlockN> range(params, schedule, tile);
     const Mask& mask = range.mask;
     // Rows of a tile are queries of `group` heads, heads fastest.
@@ -398,7 +444,6 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
       }
     };
     uint32_t p[kColTiles / 2][4];
-    float scores[1][kColTiles][4];
     const auto softmax_block = [&](auto first, int n) {
       constexpr bool kFirst = decltype(first)::value;
       transform_and_mask(scores, n);
@@ -412,114 +457,79 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
       }
     };
 
-    if (range.n_begin < range.n_end) {
-      int n = range.last_block();
-      wait(shared.q_full, q_ring.phase());
-      q_ring.advance();
+    // One step: scores of the next block of keys, and the output of the last one.
+    const auto multiply = [&] {
       wait(shared.k_full[k_ring.place()], k_ring.phase());
-      start_scores<Config>(scores[0], q_descriptor, k_descriptor(k_ring.place()));
-      ptx::wgmma_wait<0>(scores[0]);
+      wait(shared.v_full[v_ring.place()], v_ring.phase());
+      take_turn();
+      start_scores<Config>(scores[0], q_descriptor(q_ring.place()), k_descriptor(k_ring.place()));
+      start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
+      pass_turn(next_warpgroup);
+      ptx::wgmma_wait<1>(scores[0]);
       arrive_of_warp(shared.k_empty[k_ring.place()], lane);
       k_ring.advance();
-      softmax_block(std::true_type(), n);
-
-      // Each step multiplies by one block of values and by the next block of keys.
-      for (n -= kBlockN; n >= range.n_begin; n -= kBlockN) {
-        wait(shared.k_full[k_ring.place()], k_ring.phase());
-        wait(shared.v_full[v_ring.place()], v_ring.phase());
-        take_turn();
-        start_scores<Config>(scores[0], q_descriptor, k_descriptor(k_ring.place()));
-        start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
-        pass_turn(next_warpgroup);
-        ptx::wgmma_wait<1>(scores[0]);
-        arrive_of_warp(shared.k_empty[k_ring.place()], lane);
-        k_ring.advance();
-        ptx::wgmma_wait<0>(out[0]);
-        arrive_of_warp(shared.v_empty[v_ring.place()], lane);
-        v_ring.advance();
-        softmax_block(std::false_type(), n);
-      }
-      if constexpr (!Config::kOutputOverQ) arrive_of_warp(shared.q_empty, lane);
-      wait(shared.v_full[v_ring.place()], v_ring.phase());
-      start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
       ptx::wgmma_wait<0>(out[0]);
       arrive_of_warp(shared.v_empty[v_ring.place()], lane);
       v_ring.advance();
+    };
+
+    if (range.has_keys()) {
+      int n = range.last_block();
+      if (!started) {
+        wait(shared.q_full[q_ring.place()], q_ring.phase());
+        wait(shared.k_full[k_ring.place()], k_ring.phase());
+        start_scores<Config>(scores[0], q_descriptor(q_ring.place()), k_descriptor(k_ring.place()));
+        ptx::wgmma_wait<0>(scores[0]);
+        arrive_of_warp(shared.k_empty[k_ring.place()], lane);
+        k_ring.advance();
+      }
+      softmax_block(std::true_type(), n);
+
+      for (n -= kBlockN; n >= range.n_begin; n -= kBlockN) {
+        multiply();
+        softmax_block(std::false_type(), n);
+      }
+      arrive_of_warp(shared.q_empty[q_ring.place()], lane);
+      q_ring.advance();
+
+      // The last step goes on to the first keys of the next tile.
+      next = receive_tile(shared, tile_ring, lane);
+      started = next.batch >= 0 && TileRange<kBlockN>(params, schedule, next).has_keys();
+      if (started) {
+        wait(shared.q_full[q_ring.place()], q_ring.phase());
+        multiply();
+      } else {
+        wait(shared.v_full[v_ring.place()], v_ring.phase());
+        take_turn();
+        start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
+        pass_turn(next_warpgroup);
+        ptx::wgmma_wait<0>(out[0]);
+        arrive_of_warp(shared.v_empty[v_ring.place()], lane);
+        v_ring.advance();
+      }
+    } else {
+      next = receive_tile(shared, tile_ring, lane);
+      started = false;
     }
 
     // Epilogue.
     float lse[2];
     normalize_output(softmax, out, kFull && dropout.enabled ? dropout.scale : 1.f, lse, WarpTeam());
-    const Sequence& sequence = range.sequence;
-    if (lane % 4 == 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row + half * 8;
-        if (row < schedule.rows * schedule.group && queries[half] < range.m_end) {
-          params.lse[sequence.q_batch * params.lse_batch_stride +
-                     head_of(row) * params.lse_head_stride + sequence.q_first + queries[half]] =
-              lse[half];
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8;
+      T* target = nullptr;
+      if (row < schedule.rows * schedule.group && queries[half] < range.m_end) {
+        const int head = head_of(row), query = range.sequence.q_first + queries[half];
+        target = rows_of<T>(params.out, range.sequence.q_batch, query, head);
+        if (lane % 4 == 0) {
+          params.lse[range.sequence.q_batch * params.lse_batch_stride +
+                     head * params.lse_head_stride + query] = lse[half];
         }
       }
-    }
-    // The last tile's output has left shared memory.
-    if (thread == 0) cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
-    ptx::bar_sync(kWarpgroupBarrier + warpgroup, kWarpgroup);
-    auto* const out_bytes = reinterpret_cast<unsigned char*>(shared_out);
-    const auto out_offset = [&](int row, int chunk) {  // chunk: of 8 columns
-      constexpr int kChunks = kBoxCols / 8;
-      return chunk / kChunks * kBlockM * kPartBytes +
-             TileLayout<kBoxCols>::offset(row, chunk % kChunks);
-    };
-#pragma unroll
-    for (int d = 0; d < kOutTiles; ++d) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        *reinterpret_cast<uint32_t*>(out_bytes + out_offset(first_row + half * 8, d) +
-                                     lane % 4 * 4) =
-            pack(out[0][d][2 * half], out[0][d][2 * half + 1], T());
-      }
-    }
-    // The copy engine writes whole boxes, cut off at the tensor's end alone.
-    const bool by_box =
-        schedule.group == 1 && (params.cu_seqlens_q == nullptr || last_query < sequence.seqlen_q);
-    if (by_box) cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
-    ptx::bar_sync(kWarpgroupBarrier + warpgroup, kWarpgroup);
-    if (by_box) {
-      if (thread == 0) {
-#pragma unroll
-        for (int part = 0; part < Config::kHeadDimV / kBoxCols; ++part) {
-          cuda::ptx::cp_async_bulk_tensor(
-              cuda::ptx::space_global, cuda::ptx::space_shared, &maps.out,
-              {part * kBoxCols, sequence.q_first + first_query, tile.head, sequence.q_batch},
-              shared_out + (part * kBlockM + warpgroup * kWarpgroupRows) * kBoxCols);
-        }
-        cuda::ptx::cp_async_bulk_commit_group();
-      }
-    } else {
-      for (int i = thread; i < kWarpgroupRows * (Config::kHeadDimV / 8); i += kWarpgroup) {
-        const int chunk = i % (Config::kHeadDimV / 8);
-        const int row = warpgroup * kWarpgroupRows + i / (Config::kHeadDimV / 8);
-        const int query = query_of(row);
-        if (row < schedule.rows * schedule.group && query < range.m_end &&
-            chunk * 8 < params.headdim_v) {
-          T* const target =
-              rows_of<T>(params.out, sequence.q_batch, sequence.q_first + query, head_of(row)) +
-              chunk * 8;
-          *reinterpret_cast<uint4*>(target) =
-              *reinterpret_cast<const uint4*>(out_bytes + out_offset(row, chunk));
-        }
-      }
-    }
-    if constexpr (Config::kOutputOverQ) {
-      if (range.n_begin < range.n_end) {
-        ptx::bar_sync(kWarpgroupBarrier + warpgroup, kWarpgroup);
-        if (thread == 0) cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
-        arrive_of_warp(shared.q_empty, lane);
-      }
+      store_row(target, params.headdim_v, out[0], half, lane);
     }
   }
-  if (thread == 0) cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
 }
 
 // Grid: as many thread blocks as fit the device, or as there are tiles; see launch_forward.
@@ -537,8 +547,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const auto init = [](uint64_t& barrier, int arrivals) {
       cuda::ptx::mbarrier_init(&barrier, arrivals);
     };
-    init(shared.q_full, 1);
-    init(shared.q_empty, Config::kConsumerWarps);
+    for (int i = 0; i < Config::kQStages; ++i) {
+      init(shared.q_full[i], 1);
+      init(shared.q_empty[i], Config::kConsumerWarps);
+    }
     init(shared.tail_full, 1);
     for (int i = 0; i < Config::kStages; ++i) {
       init(shared.k_full[i], 1);

@@ -56,7 +56,6 @@ Schedule make_schedule(const ForwardParams& params) {
 
 template <typename Config>
 ForwardMaps make_maps(const ForwardParams& params, const Schedule& schedule) {
-  constexpr int kBoxCols = Config::kBoxCols;
   const bool packed_q = params.cu_seqlens_q != nullptr, packed_k = params.cu_seqlens_k != nullptr;
   const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
   const int64_t rows_k = packed_k                        ? params.total_k
@@ -65,22 +64,18 @@ ForwardMaps make_maps(const ForwardParams& params, const Schedule& schedule) {
   const int64_t batch_q = packed_q ? 1 : params.batch, slots_k = params.slots_k;
   const int64_t group = params.nheads / params.nheads_kv;
   const auto keys = [&](const Operand& x, int headdim) {
-    return encode_tensor_map<3>(x.data, headdim, kBoxCols,
+    return encode_tensor_map<3>(x.data, headdim,
                                 {{rows_k, x.row_stride, schedule.key_box_rows},
                                  {params.nheads_kv, x.head_stride, 1},
                                  {slots_k, x.batch_stride, 1}});
   };
-  const Operand &q = params.q, &out = params.out;
-  return {encode_tensor_map<4>(q.data, params.headdim, kBoxCols,
+  const Operand& q = params.q;
+  return {encode_tensor_map<4>(q.data, params.headdim,
                                {{group, q.head_stride, schedule.group},
                                 {rows_q, q.row_stride, schedule.rows},
                                 {params.nheads_kv, q.head_stride * group, 1},
                                 {batch_q, q.batch_stride, 1}}),
-          keys(params.k, params.headdim), keys(params.v, params.headdim_v),
-          encode_tensor_map<3>(out.data, params.headdim_v, kBoxCols,
-                               {{rows_q, out.row_stride, kWarpgroupRows},
-                                {params.nheads, out.head_stride, 1},
-                                {batch_q, out.batch_stride, 1}})};
+          keys(params.k, params.headdim), keys(params.v, params.headdim_v)};
 }
 
 template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "common/cuda_check.h"
+#include "sm90/forward_config.cuh"
 
 namespace flash::sm90 {
 
@@ -39,10 +40,9 @@ inline auto tensor_map_encoder() {
 // The map of a tensor of 16-bit elements. A box has box_cols of its `cols` innermost elements, 64
 // or 32, and lies in shared memory as TileLayout<box_cols>. Outside the tensor it reads zeros.
 template <int kDims>
-CUtensorMap encode_tensor_map(const void* data, int cols, int box_cols,
-                              const MapDim (&dims)[kDims]) {
+CUtensorMap encode_tensor_map(const void* data, int cols, const MapDim (&dims)[kDims]) {
   cuuint64_t sizes[kDims + 1] = {static_cast<cuuint64_t>(cols)}, strides[kDims];
-  cuuint32_t box[kDims + 1] = {static_cast<cuuint32_t>(box_cols)}, steps[kDims + 1] = {1};
+  cuuint32_t box[kDims + 1] = {kBoxCols}, steps[kDims + 1] = {1};
   for (int i = 0; i < kDims; ++i) {
     sizes[i + 1] = dims[i].size;
     strides[i] = dims[i].size == 1 ? 16 : dims[i].stride * 2;
@@ -53,13 +53,12 @@ CUtensorMap encode_tensor_map(const void* data, int cols, int box_cols,
   // Of 16-bit elements only the zeros for what is outside depend on the type: bits 0 in all.
   const CUresult result = tensor_map_encoder()(
       &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kDims + 1, const_cast<void*>(data), sizes, strides,
-      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     std::ostringstream message;
     message << "cuTensorMapEncodeTiled: error " << result << " for address " << data << ", " << cols
-            << " columns in boxes of " << box_cols;
+            << " columns";
     for (const MapDim& dim : dims) {
       message << ", dimension " << dim.size << " stride " << dim.stride << " box " << dim.box;
     }
