@@ -12,6 +12,8 @@ namespace flash::sm90 {
 constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // of wgmma
 
+constexpr int kTileSlots = 4;  // of tiles that are under way
+
 // A box of the copy engine has kBoxCols columns; a tile is made of (rows, kBoxCols) parts, the last
 // of which may be wider than the matrix.
 constexpr int kBoxCols = 64;
@@ -22,24 +24,26 @@ constexpr int kParts = (kCols + kBoxCols - 1) / kBoxCols;
 struct ForwardTile {
   int block_m;      // queries of a tile: 64 for each consumer warpgroup
   int block_n;      // keys of one step
-  int q_stages;     // of Q in shared memory; 2: the next tile's is loaded beside this one's
+  int stages;       // of K and of V in shared memory
+  int q_stages;     // of Q; 2: the next tile's is loaded beside this one's
   bool take_turns;  // warpgroups issue their matmuls in turn, so that softmax and matmul alternate
 };
 
 constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features) {
   switch (headdim) {
     case 64:
-      if (features == FeatureSet::kFull) return {128, 128, 2, true};
-      return {192, 128, 2, true};
+      if (features == FeatureSet::kFull) return {128, 128, 4, 2, true};
+      return {192, 128, 4, 2, true};
     case 96:
-      return {128, 128, 1, true};
+      if (features == FeatureSet::kFull) return {128, 128, 2, 1, true};
+      return {192, 96, 2, 1, true};
     case 128:
-      return {128, 128, 2, true};
+      return {128, 128, 2, 2, true};
     case 192:
-      if (headdim_v == 128) return {128, 96, 2, true};
-      return {128, 96, 1, true};
+      if (headdim_v == 128) return {128, 128, 2, 1, true};
+      return {128, 96, 2, 1, true};
     default:
-      return {128, 80, 1, true};
+      return {128, 80, 2, 1, true};
   }
 }
 
@@ -50,7 +54,7 @@ struct ForwardConfig {
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
-  static constexpr int kStages = 2;  // of K and of V in shared memory
+  static constexpr int kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages;
   static constexpr bool kTakeTurns = kTile.take_turns;
 
@@ -73,8 +77,8 @@ struct ForwardConfig {
     uint64_t k_full[kStages], k_empty[kStages];
     uint64_t v_full[kStages], v_empty[kStages];
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
-    uint64_t tile_full, tile_empty;
-    Tile tile;
+    uint64_t tile_full[kTileSlots], tile_empty[kTileSlots], tile_wanted;
+    Tile tiles[kTileSlots];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -89,12 +89,12 @@ struct TileRange {
   }
 };
 
-// By each warp of the consumers and by those of the producers; `ring` is the caller's.
+// By each warp of the consumers and by both producers; `ring` is the caller's.
 template <typename SharedStorage>
-__device__ Tile receive_tile(SharedStorage& shared, Ring<1>& ring, int lane) {
-  wait(shared.tile_full, ring.phase());
-  const Tile tile = shared.tile;
-  arrive_of_warp(shared.tile_empty, lane);
+__device__ Tile receive_tile(SharedStorage& shared, Ring<kTileSlots>& ring, int lane) {
+  wait(shared.tile_full[ring.place()], ring.phase());
+  const Tile tile = shared.tiles[ring.place()];
+  arrive_of_warp(shared.tile_empty[ring.place()], lane);
   ring.advance();
   return tile;
 }
@@ -105,13 +105,23 @@ template <typename SharedStorage>
 __device__ void distribute_tiles(const ForwardParams& params, const Schedule& schedule,
                                  SharedStorage& shared, int lane) {
   TileScheduler scheduler(params, schedule, lane);
-  for (uint32_t phase = 0;; phase ^= 1) {
-    const Tile tile = scheduler.tile();
-    if (lane == 0) shared.tile = tile;
-    arrive_of_warp(shared.tile_full, lane);
-    if (tile.batch < 0) return;
-    wait(shared.tile_empty, phase);
+  Ring<kTileSlots> ring;
+  Ring<1> wanted_ring;
+  const auto draw = [&] {
     scheduler.next();
+    return scheduler.tile();
+  };
+  for (Tile tile = scheduler.tile();;) {
+    wait(shared.tile_empty[ring.place()], ring.phase() ^ 1);
+    if (lane == 0) shared.tiles[ring.place()] = tile;
+    arrive_of_warp(shared.tile_full[ring.place()], lane);
+    ring.advance();
+    if (tile.batch < 0) return;
+    if (schedule.draw_early) tile = draw();
+    // There is room for the next tile's keys: whoever is done first shall have it.
+    wait(shared.tile_wanted, wanted_ring.phase());
+    wanted_ring.advance();
+    if (!schedule.draw_early) tile = draw();
   }
 }
 
@@ -165,26 +175,27 @@ __device__ void clear_tail(typename Config::T* tile, int valid_rows, int lane) {
   cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
 }
 
-// Loads Q of each tile and its keys, block by block from the last to the first.
+// Loads Q of each tile and its keys, block by block from the last to the first, and wants the next
+// tile when the last of them are loaded.
 template <typename Config>
 __device__ void produce_keys(const ForwardParams& params, const ForwardMaps& maps,
                              const Schedule& schedule, typename Config::SharedStorage& shared,
                              int lane) {
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  const int group = params.nheads / params.nheads_kv;
   Ring<Config::kStages> ring;
   Ring<Config::kQStages> q_ring;
-  Ring<1> tile_ring;
+  Ring<kTileSlots> tile_ring;
   for (;;) {
     const Tile tile = receive_tile(shared, tile_ring, lane);
     if (tile.batch < 0) break;
     const TileRange<kBlockN> range(params, schedule, tile);
-    const int head_kv = tile.head * schedule.group / group;
+    if (!range.has_keys()) arrive_of_warp(shared.tile_wanted, lane);
     for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
       wait(shared.k_empty[ring.place()], ring.phase() ^ 1);
+      if (n == range.n_begin) arrive_of_warp(shared.tile_wanted, lane);
       load_keys<Config, Config::kHeadDim>(
           shared.k[ring.place()], maps.k, shared.k_full[ring.place()], params,
-          schedule.key_box_rows, range.sequence, tile.batch, n, head_kv, lane);
+          schedule.key_box_rows, range.sequence, tile.batch, n, tile.head_kv, lane);
       ring.advance();
       if (n + kBlockN < range.n_end) continue;
       // Behind the first keys, which need not wait for the last tile to be done.
@@ -202,39 +213,35 @@ __device__ void produce_keys(const ForwardParams& params, const ForwardMaps& map
         cuda::ptx::cp_async_bulk_tensor(
             cuda::ptx::space_cluster, cuda::ptx::space_global,
             shared.q[stage] + lane * kBlockM * kBoxCols, &maps.q,
-            {lane * kBoxCols, tile.head * schedule.group % group,
-             range.sequence.q_first + range.m_begin, head_kv, range.sequence.q_batch},
+            {lane * kBoxCols, tile.head % schedule.heads_of_kv,
+             range.sequence.q_first + range.m_begin, tile.head_kv, range.sequence.q_batch},
             &shared.q_full[stage]);
       }
     }
   }
 }
 
-// Loads the values of the same blocks, and asks for the next tile when this one's last loads begin:
-// whoever is done first shall have it.
+// Loads the values of the same blocks.
 template <typename Config>
 __device__ void produce_values(const ForwardParams& params, const ForwardMaps& maps,
                                const Schedule& schedule, typename Config::SharedStorage& shared,
                                int lane) {
   constexpr int kBlockN = Config::kBlockN;
   Ring<Config::kStages> ring;
-  Ring<1> tile_ring, tail_ring;
+  Ring<kTileSlots> tile_ring;
+  Ring<1> tail_ring;
   for (;;) {
-    wait(shared.tile_full, tile_ring.phase());
-    tile_ring.advance();
-    const Tile tile = shared.tile;
+    const Tile tile = receive_tile(shared, tile_ring, lane);
     if (tile.batch < 0) break;
     const TileRange<kBlockN> range(params, schedule, tile);
-    const int head_kv = tile.head * schedule.group / (params.nheads / params.nheads_kv);
     for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
-      if (n == range.n_begin) arrive_of_warp(shared.tile_empty, lane);
       wait(shared.v_empty[ring.place()], ring.phase() ^ 1);
       const int valid_rows = range.sequence.seqlen_k - n;
       const bool clear = schedule.clear_tail && valid_rows < kBlockN;
       uint64_t& full = shared.v_full[ring.place()];
       load_keys<Config, Config::kHeadDimV>(
           shared.v[ring.place()], maps.v, clear ? shared.tail_full : full, params,
-          schedule.key_box_rows, range.sequence, tile.batch, n, head_kv, lane);
+          schedule.key_box_rows, range.sequence, tile.batch, n, tile.head_kv, lane);
       if (clear) {
         wait(shared.tail_full, tail_ring.phase());
         tail_ring.advance();
@@ -243,7 +250,6 @@ __device__ void produce_values(const ForwardParams& params, const ForwardMaps& m
       }
       ring.advance();
     }
-    if (!range.has_keys()) arrive_of_warp(shared.tile_empty, lane);
   }
 }
 
@@ -405,7 +411,7 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
 
   Ring<Config::kStages> k_ring, v_ring;
   Ring<Config::kQStages> q_ring;
-  Ring<1> tile_ring;
+  Ring<kTileSlots> tile_ring;
   float scores[1][kColTiles][4];
   bool started = false;  // the tile's first scores are there already
   Tile next = receive_tile(shared, tile_ring, lane);
@@ -558,8 +564,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       init(shared.v_full[i], 1);
       init(shared.v_empty[i], Config::kConsumerWarps);
     }
-    init(shared.tile_full, 1);
-    init(shared.tile_empty, Config::kConsumerWarps + 2);  // and two producers
+    for (int i = 0; i < kTileSlots; ++i) {
+      init(shared.tile_full[i], 1);
+      init(shared.tile_empty[i], Config::kConsumerWarps + 2);  // and two producers
+    }
+    init(shared.tile_wanted, 1);
     cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   __syncthreads();

@@ -18,6 +18,8 @@ namespace flash::sm90 {
 // K and V of the heads that run together take at most this much of the L2 cache.
 constexpr int64_t kSectionBytes = 16 << 20;
 
+constexpr int kDrawEarlyKeys = 2048;
+
 // All heads of a group share a tile if that saves tiles: with one query a tile is nearly empty.
 template <typename Config>
 int heads_in_tile(const ForwardParams& params) {
@@ -33,17 +35,20 @@ Schedule make_schedule(const ForwardParams& params) {
   schedule.group = heads_in_tile<Config>(params);
   schedule.rows = Config::kBlockM / schedule.group;
   schedule.heads = params.nheads / schedule.group;
+  schedule.heads_of_kv = schedule.heads / params.nheads_kv;
   schedule.m_blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
   schedule.tiles = schedule.m_blocks * schedule.heads * params.batch;
   const int64_t head_bytes = int64_t{2} * params.seqlen_k * (params.headdim + params.headdim_v);
-  const int64_t group_of_tiles = schedule.heads / params.nheads_kv;  // that read the same K and V
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   schedule.section =
       static_cast<int>((masked ? std::clamp<int64_t>(kSectionBytes / head_bytes, 1,
                                                      params.nheads_kv * int64_t{params.batch})
                                : 1) *
-                       group_of_tiles);
+                       schedule.heads_of_kv);
+  // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
+  // they had better not be reserved for a busy thread block.
+  schedule.draw_early = !masked || params.seqlen_k <= kDrawEarlyKeys;
   // A box may not cross pages, which leftpad_k may begin within.
   schedule.key_box_rows = params.block_table == nullptr ? Config::kBlockN
                           : params.leftpad_k != nullptr

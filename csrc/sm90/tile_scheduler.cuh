@@ -15,15 +15,17 @@ struct Schedule {
   int rows;          // queries of a tile, of `group` heads each
   int group;         // query heads in one tile: 1, or all those of a key head
   int heads;         // nheads / group: heads of tiles
+  int heads_of_kv;   // of these that read the same keys
   int m_blocks;      // tiles of one head of a dense sequence
   int section;       // heads, over all batch entries, whose K and V share the L2 cache
   int tiles;         // in all, if sequences are dense
   int key_box_rows;  // keys that one box of the copy engine holds; divides kBlockN
+  bool draw_early;   // the next tile is drawn before it is wanted
   bool clear_tail;   // there may be anything but zeros behind a sequence's last value
 };
 
 struct alignas(16) Tile {
-  int m_block, head, batch;  // batch -1: no tile is left
+  int m_block, head, head_kv, batch;  // batch -1: no tile is left
 };
 
 // Held by one warp; `ticket` is the same in all of its lanes.
@@ -49,9 +51,13 @@ class TileScheduler {
   }
 
  private:
+  __device__ Tile make_tile(int m_block, int head, int batch) const {
+    return {m_block, head, head / schedule_.heads_of_kv, batch};
+  }
+
   __device__ Tile dense_tile() {
     tiles_ = schedule_.tiles;
-    if (ticket_ >= tiles_) return {0, 0, -1};
+    if (ticket_ >= tiles_) return {0, 0, 0, -1};
     // Sections of heads one after the other; within one the last queries first, as under a causal
     // mask they see the most keys.
     const int section_tiles = schedule_.section * schedule_.m_blocks;
@@ -60,8 +66,8 @@ class TileScheduler {
     const int heads = min(schedule_.section,
                           schedule_.tiles / schedule_.m_blocks - section_begin);  // of this section
     const int batch_head = section_begin + rest % heads;
-    return {schedule_.m_blocks - 1 - rest / heads, batch_head % schedule_.heads,
-            batch_head / schedule_.heads};
+    return make_tile(schedule_.m_blocks - 1 - rest / heads, batch_head % schedule_.heads,
+                     batch_head / schedule_.heads);
   }
 
   // Sequences one after the other. Tickets of one thread block only grow, so the search goes on
@@ -87,10 +93,10 @@ class TileScheduler {
         const int found = __ffs(later) - 1;
         const int within = rest - __shfl_sync(0xffffffff, end - tiles, found);
         blocks = __shfl_sync(0xffffffff, blocks, found);
-        return {blocks - 1 - within / schedule_.heads, within % schedule_.heads,
-                first_batch_ + found};
+        return make_tile(blocks - 1 - within / schedule_.heads, within % schedule_.heads,
+                         first_batch_ + found);
       }
-      if (first_batch_ >= params_.batch) return {0, 0, -1};
+      if (first_batch_ >= params_.batch) return {0, 0, 0, -1};
       tiles_ += __shfl_sync(0xffffffff, end, 31);
       first_batch_ += 32;
     }
