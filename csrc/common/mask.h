@@ -49,9 +49,9 @@ __device__ BlockRange query_blocks(const Mask& mask, int seqlen_q, int key_begin
   return {first / kBlockM, last < 0 ? 0 : last / kBlockM + 1};
 }
 
-// Sets the scores of invisible keys to -inf. `key` is that of the thread's first score; rows
-// r, r + 8 of accumulator m are those of queries row_of(m, 0) and row_of(m, 1).
-// scores: (kRowTiles, kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
+// Sets the scores of invisible keys to -inf, all lanes of a warp together. `key` is that of the
+// thread's first score; rows r, r + 8 of accumulator m are those of queries row_of(m, 0) and
+// row_of(m, 1). scores: (kRowTiles, kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
 template <int kRowTiles, int kColTiles, typename RowOf>
 __device__ void apply_mask(float (&scores)[kRowTiles][kColTiles][4], const Mask& mask, RowOf row_of,
                            int key) {
@@ -65,7 +65,15 @@ __device__ void apply_mask(float (&scores)[kRowTiles][kColTiles][4], const Mask&
       for (int n = 0; n < kColTiles; ++n) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          if (n * 8 + j < begin || n * 8 + j >= end) scores[m][n][2 * half + j] = -INFINITY;
+          if (n * 8 + j >= end) scores[m][n][2 * half + j] = -INFINITY;
+        }
+      }
+      if (!__any_sync(0xffffffff, begin > 0)) continue;
+#pragma unroll
+      for (int n = 0; n < kColTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (n * 8 + j < begin) scores[m][n][2 * half + j] = -INFINITY;
         }
       }
     }

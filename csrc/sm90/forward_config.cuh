@@ -12,6 +12,7 @@ namespace flash::sm90 {
 constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // of wgmma
 
+constexpr int kWarpRows = 16;
 constexpr int kTileSlots = 4;  // of tiles that are under way
 
 // A box of the copy engine has kBoxCols columns; a tile is made of (rows, kBoxCols) parts, the last
@@ -29,28 +30,33 @@ struct ForwardTile {
   bool take_turns;  // warpgroups issue their matmuls in turn, so that softmax and matmul alternate
 };
 
-constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features) {
+constexpr bool operator==(const ForwardTile& a, const ForwardTile& b) {
+  return a.block_m == b.block_m && a.block_n == b.block_n && a.stages == b.stages &&
+         a.q_stages == b.q_stages && a.take_turns == b.take_turns;
+}
+
+// For sequences of fewer queries than kShort... and for longer ones.
+constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features, bool is_long) {
+  const bool three = is_long && features == FeatureSet::kPlain;
   switch (headdim) {
     case 64:
-      if (features == FeatureSet::kFull) return {128, 128, 4, 2, true};
-      return {192, 128, 4, 2, true};
+      return three ? ForwardTile{192, 128, 3, 2, true} : ForwardTile{128, 128, 4, 2, true};
     case 96:
-      if (features == FeatureSet::kFull) return {128, 128, 2, 1, true};
-      return {192, 96, 2, 1, true};
+      return three ? ForwardTile{192, 96, 2, 1, true} : ForwardTile{128, 96, 2, 2, true};
     case 128:
-      return {128, 128, 2, 2, true};
+      return three ? ForwardTile{192, 64, 3, 2, true} : ForwardTile{128, 128, 2, 2, true};
     case 192:
       if (headdim_v == 128) return {128, 128, 2, 1, true};
-      return {128, 96, 2, 1, true};
+      return is_long ? ForwardTile{128, 96, 2, 1, true} : ForwardTile{128, 64, 2, 2, true};
     default:
-      return {128, 80, 2, 1, true};
+      return {128, 64, 2, 1, true};
   }
 }
 
-template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_>
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, bool kLong>
 struct ForwardConfig {
   using T = T_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kFeatures_);
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kLong);
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
@@ -72,6 +78,7 @@ struct ForwardConfig {
     alignas(1024) T q[kQStages][kParts<kHeadDim> * kBlockM * kBoxCols];
     alignas(1024) T k[kStages][kParts<kHeadDim> * kBlockN * kBoxCols];
     alignas(1024) T v[kStages][kParts<kHeadDimV> * kBlockN * kBoxCols];
+    alignas(128) T out[kConsumerWarps][kWarpRows * kBoxCols];  // on its way out, part by part
     // Barriers: "full" when the copy engine has written, "empty" when the consumers have read.
     uint64_t q_full[kQStages], q_empty[kQStages];
     uint64_t k_full[kStages], k_empty[kStages];

@@ -20,6 +20,9 @@ constexpr int64_t kSectionBytes = 16 << 20;
 
 constexpr int kDrawEarlyKeys = 2048;
 
+// Queries of a sequence from which the tiles for long ones are taken.
+constexpr int kLongFrom = 1024, kLongFromMasked = 2048;
+
 // All heads of a group share a tile if that saves tiles: with one query a tile is nearly empty.
 template <typename Config>
 int heads_in_tile(const ForwardParams& params) {
@@ -83,9 +86,8 @@ ForwardMaps make_maps(const ForwardParams& params, const Schedule& schedule) {
           keys(params.k, params.headdim), keys(params.v, params.headdim_v)};
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
-void launch_forward(ForwardParams params, cudaStream_t stream) {
-  using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures>;
+template <typename Config>
+void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
   constexpr auto kKernel = forward_kernel<Config>;
   constexpr size_t kSharedBytes = sizeof(typename Config::SharedStorage);
   static std::atomic<uint64_t> devices{0};
@@ -103,6 +105,22 @@ void launch_forward(ForwardParams params, cudaStream_t stream) {
   kKernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(
       params, make_maps<Config>(params, schedule), schedule, log2_scale(params.softmax_scale));
   check_cuda(cudaGetLastError(), "launch of the sm90 forward kernel");
+}
+
+template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+void launch_forward(const ForwardParams& params, cudaStream_t stream) {
+  using Short = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, false>;
+  using Long = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, true>;
+  if constexpr (!(Short::kTile == Long::kTile)) {
+    const bool masked = params.window_left >= 0 || params.window_right >= 0;
+    const int64_t queries =
+        params.cu_seqlens_q == nullptr ? params.seqlen_q : params.total_q / params.batch;
+    if (queries >= (masked ? kLongFromMasked : kLongFrom)) {
+      launch_forward_kernel<Long>(params, stream);
+      return;
+    }
+  }
+  launch_forward_kernel<Short>(params, stream);
 }
 
 }  // namespace flash::sm90
