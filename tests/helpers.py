@@ -245,12 +245,15 @@ def layout_of(problem: Attention) -> tuple[Tensor, Tensor, int, int]:
     return *bounds, *map(max_seqlen, bounds)
 
 
-def call(problem: Attention, **more: Any) -> Any:
-    """The public function for the problem's layout, on its q, k, v and options."""
+def call(problem: Attention, layout: tuple[Any, ...] | None = None, **more: Any) -> Any:
+    """The public function for the problem's layout, on its q, k, v and options.
+
+    ``layout`` is layout_of(problem), which cannot be read while a CUDA graph is captured.
+    """
     q, k, v, options = problem.q, problem.k, problem.v, options_of(problem) | more
     if problem.cu_seqlens_q is None:
         return flash_attn.flash_attn_func(q, k, v, **options)
-    layout = layout_of(problem)
+    layout = layout or layout_of(problem)
     table = problem.storage.block_table
     return flash_attn.flash_attn_varlen_func(q, k, v, *layout, block_table=table, **options)
 

@@ -24,6 +24,7 @@ from helpers import (
     dtype_name,
     in_pages,
     int32,
+    layout_of,
     misaligned,
     private_forward,
     randn,
@@ -240,7 +241,10 @@ def test_graphs_on_two_streams_at_once(device):
     """Beside each other, and beside a call of another stream; each graph has several kernels."""
     problems = two_problems(device)
     expected = outputs(problems)
-    graphs = [captured(lambda x=problem: outputs([x] * 3)) for problem in problems]
+    graphs = []
+    for problem in problems:
+        layout = None if problem.cu_seqlens_q is None else layout_of(problem)
+        graphs.append(captured(lambda x=problem, at=layout: [call(x, at) for _ in range(3)]))
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     for _ in range(20):

@@ -1,4 +1,4 @@
-// 8 x 8 matrices of 16-bit elements between shared memory and mma fragments.
+// Loads of 8 x 8 matrices of 16-bit elements from shared memory into mma fragments.
 #pragma once
 
 #include <cstdint>
@@ -22,15 +22,6 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t shared_addre
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                : "r"(shared_address)
                : "memory");
-}
-
-// The opposite of ldmatrix_x4 (Hopper).
-// PTX ISA, "Warp-level matrix store instruction: stmatrix"
-__device__ inline void stmatrix_x4(uint32_t shared_address, const uint32_t (&d)[4]) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address),
-      "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
-      : "memory");
 }
 
 }  // namespace flash::ptx

@@ -12,7 +12,6 @@ namespace flash::sm90 {
 constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // of wgmma
 
-constexpr int kWarpRows = 16;
 constexpr int kTileSlots = 4;  // of tiles that are under way
 
 // A box of the copy engine has kBoxCols columns; a tile is made of (rows, kBoxCols) parts, the last
@@ -35,7 +34,6 @@ constexpr bool operator==(const ForwardTile& a, const ForwardTile& b) {
          a.q_stages == b.q_stages && a.take_turns == b.take_turns;
 }
 
-// For sequences of fewer queries than kShort... and for longer ones.
 constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features, bool is_long) {
   const bool three = is_long && features == FeatureSet::kPlain;
   switch (headdim) {
@@ -78,7 +76,6 @@ struct ForwardConfig {
     alignas(1024) T q[kQStages][kParts<kHeadDim> * kBlockM * kBoxCols];
     alignas(1024) T k[kStages][kParts<kHeadDim> * kBlockN * kBoxCols];
     alignas(1024) T v[kStages][kParts<kHeadDimV> * kBlockN * kBoxCols];
-    alignas(128) T out[kConsumerWarps][kWarpRows * kBoxCols];  // on its way out, part by part
     // Barriers: "full" when the copy engine has written, "empty" when the consumers have read.
     uint64_t q_full[kQStages], q_empty[kQStages];
     uint64_t k_full[kStages], k_empty[kStages];

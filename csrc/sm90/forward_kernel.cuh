@@ -25,7 +25,6 @@
 #include "common/softmax.h"
 #include "common/warp.h"
 #include "params.h"
-#include "ptx/ldmatrix.h"
 #include "ptx/named_barrier.h"
 #include "ptx/opaque.h"
 #include "ptx/setmaxnreg.h"
@@ -339,40 +338,41 @@ __device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& s
   softmax.sum[1] += sums.y;
 }
 
-// Writes the output of a warp's 16 rows, rounded to T, in whole lines of memory.
-// buffer: (16, kBoxCols) in shared memory, the warp's own
-// row_of(row): the first element of one of the rows, or null: not written
-template <typename T, int kOutTiles, typename RowOf>
-__device__ void store_output(const float (&out)[kOutTiles][4], T* buffer, int cols, RowOf row_of,
-                             int lane) {
-  using Layout = TileLayout<kBoxCols>;
-  constexpr int kChunks = Layout::kChunks, kRowsAtOnce = 32 / kChunks;
-  T* rows[kWarpRows / kRowsAtOnce];
+// The 4 x 4 matrix of which each lane of a quad holds a row, transposed.
+__device__ inline void transpose_in_quad(uint32_t (&x)[4], int lane) {
 #pragma unroll
-  for (int i = 0; i < kWarpRows / kRowsAtOnce; ++i) {
-    rows[i] = row_of(i * kRowsAtOnce + lane / kChunks);
-  }
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = lane & step;
 #pragma unroll
-  for (int part = 0; part < kParts<kOutTiles * 8>; ++part) {
-    __syncwarp();
-#pragma unroll
-    for (int d = part * kChunks; d < min(part * kChunks + kChunks, kOutTiles); d += 2) {
-      const uint32_t block[4] = {pack(out[d][0], out[d][1], T()), pack(out[d][2], out[d][3], T()),
-                                 pack(out[d + 1][0], out[d + 1][1], T()),
-                                 pack(out[d + 1][2], out[d + 1][3], T())};
-      ptx::stmatrix_x4(shared_address(buffer) +
-                           Layout::in_block(Layout::by_columns(lane), 0, (d - part * kChunks) / 2),
-                       block);
-    }
-    __syncwarp();
-    const int chunk = lane % kChunks, col = part * kBoxCols + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < kWarpRows / kRowsAtOnce; ++i) {
-      const uint32_t offset = Layout::offset(i * kRowsAtOnce + lane / kChunks, chunk);
-      if (rows[i] != nullptr && col < cols) {
-        *reinterpret_cast<uint4*>(rows[i] + col) =
-            *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(buffer) + offset);
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t taken = __shfl_xor_sync(0xffffffff, upper ? x[i] : x[i | step], step);
+      if (upper) {
+        x[i] = taken;
+      } else {
+        x[i | step] = taken;
       }
+    }
+  }
+}
+
+// Writes one row of accumulators, rounded to T: 16 bytes a lane, 64 a quad.
+// out: accumulators of m16n8, of which it takes the upper or lower `half` of the rows
+// row: the row's first element, or null: not written
+template <typename T, int kOutTiles>
+__device__ void store_row(T* row, int cols, const float (&out)[kOutTiles][4], int half, int lane) {
+  static_assert(kOutTiles % 4 == 0);
+#pragma unroll
+  for (int d = 0; d < kOutTiles; d += 4) {
+    uint32_t chunk[4];  // columns 2t, 2t+1 of four accumulators; then 8 columns of the t-th
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      chunk[i] = pack(out[d + i][2 * half], out[d + i][2 * half + 1], T());
+    }
+    transpose_in_quad(chunk, lane);
+    const int col = (d + lane % 4) * 8;
+    if (row != nullptr && col < cols) {
+      *reinterpret_cast<uint4*>(row + col) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
     }
   }
 }
@@ -522,26 +522,19 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
     // Epilogue.
     float lse[2];
     normalize_output(softmax, out, kFull && dropout.enabled ? dropout.scale : 1.f, lse, WarpTeam());
-    const Sequence& sequence = range.sequence;
-    const auto valid = [&](int row) {
-      return row < schedule.rows * schedule.group && query_of(row) < range.m_end;
-    };
-    store_output(
-        out[0], shared.out[warpgroup * 4 + thread / 32], params.headdim_v,
-        [&](int warp_row) -> T* {
-          const int row = first_row - lane / 4 + warp_row;
-          if (!valid(row)) return nullptr;
-          return rows_of<T>(params.out, sequence.q_batch, sequence.q_first + query_of(row),
-                            head_of(row));
-        },
-        lane);
-    if (lane % 4 < 2) {  // a lane for each row
-      const int row = first_row + lane % 4 * 8;
-      if (valid(row)) {
-        params.lse[sequence.q_batch * params.lse_batch_stride +
-                   head_of(row) * params.lse_head_stride + sequence.q_first + query_of(row)] =
-            lane % 4 == 0 ? lse[0] : lse[1];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8;
+      T* target = nullptr;
+      if (row < schedule.rows * schedule.group && queries[half] < range.m_end) {
+        const int head = head_of(row), query = range.sequence.q_first + queries[half];
+        target = rows_of<T>(params.out, range.sequence.q_batch, query, head);
+        if (lane % 4 == 0) {
+          params.lse[range.sequence.q_batch * params.lse_batch_stride +
+                     head * params.lse_head_stride + query] = lse[half];
+        }
       }
+      store_row(target, params.headdim_v, out[0], half, lane);
     }
   }
 }

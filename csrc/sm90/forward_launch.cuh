@@ -21,7 +21,9 @@ constexpr int64_t kSectionBytes = 16 << 20;
 constexpr int kDrawEarlyKeys = 2048;
 
 // Queries of a sequence from which the tiles for long ones are taken.
-constexpr int kLongFrom = 1024, kLongFromMasked = 2048;
+constexpr int long_from(int headdim, bool masked) {
+  return masked ? 2048 : headdim == 64 ? 512 : 1024;
+}
 
 // All heads of a group share a tile if that saves tiles: with one query a tile is nearly empty.
 template <typename Config>
@@ -115,7 +117,7 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
     const bool masked = params.window_left >= 0 || params.window_right >= 0;
     const int64_t queries =
         params.cu_seqlens_q == nullptr ? params.seqlen_q : params.total_q / params.batch;
-    if (queries >= (masked ? kLongFromMasked : kLongFrom)) {
+    if (queries >= long_from(kHeadDim, masked)) {
       launch_forward_kernel<Long>(params, stream);
       return;
     }
