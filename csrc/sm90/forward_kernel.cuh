@@ -389,15 +389,17 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
+  // (The compiler shall know that a stage is the same in all lanes.)
   const auto q_descriptor = [&](int stage) {
     return ptx::wgmma_descriptor(
-        shared_address(shared.q[stage]) + warpgroup * kWarpgroupRows * kPartBytes, 0);
+        shared_address(shared.q[warp_uniform(stage)]) + warpgroup * kWarpgroupRows * kPartBytes, 0);
   };
   const auto k_descriptor = [&](int stage) {
-    return ptx::wgmma_descriptor(shared_address(shared.k[stage]), 0);
+    return ptx::wgmma_descriptor(shared_address(shared.k[warp_uniform(stage)]), 0);
   };
   const auto v_descriptor = [&](int stage) {
-    return ptx::wgmma_descriptor(shared_address(shared.v[stage]), kBlockN * kPartBytes);
+    return ptx::wgmma_descriptor(shared_address(shared.v[warp_uniform(stage)]),
+                                 kBlockN * kPartBytes);
   };
 
   // Whoever holds its turn issues matmuls while the others are at their softmax.
@@ -464,20 +466,38 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
       }
     };
 
-    // One step: scores of the next block of keys, and the output of the last one.
-    const auto multiply = [&] {
-      wait(shared.k_full[k_ring.place()], k_ring.phase());
-      wait(shared.v_full[v_ring.place()], v_ring.phase());
-      take_turn();
+    const auto begin_scores = [&] {
       start_scores<Config>(scores[0], q_descriptor(q_ring.place()), k_descriptor(k_ring.place()));
+    };
+    const auto begin_output = [&] {
       start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
-      pass_turn(next_warpgroup);
-      ptx::wgmma_wait<1>(scores[0]);
+    };
+    const auto release_k = [&] {
       arrive_of_warp(shared.k_empty[k_ring.place()], lane);
       k_ring.advance();
-      ptx::wgmma_wait<0>(out[0]);
+    };
+    const auto release_v = [&] {
       arrive_of_warp(shared.v_empty[v_ring.place()], lane);
       v_ring.advance();
+    };
+    const auto finish = [&] {
+      float lse[2];
+      normalize_output(softmax, out, kFull && dropout.enabled ? dropout.scale : 1.f, lse,
+                       WarpTeam());
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + half * 8;
+        T* target = nullptr;
+        if (row < schedule.rows * schedule.group && queries[half] < range.m_end) {
+          const int head = head_of(row), query = range.sequence.q_first + queries[half];
+          target = rows_of<T>(params.out, range.sequence.q_batch, query, head);
+          if (lane % 4 == 0) {
+            params.lse[range.sequence.q_batch * params.lse_batch_stride +
+                       head * params.lse_head_stride + query] = lse[half];
+          }
+        }
+        store_row(target, params.headdim_v, out[0], half, lane);
+      }
     };
 
     if (range.has_keys()) {
@@ -485,56 +505,55 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
       if (!started) {
         wait(shared.q_full[q_ring.place()], q_ring.phase());
         wait(shared.k_full[k_ring.place()], k_ring.phase());
-        start_scores<Config>(scores[0], q_descriptor(q_ring.place()), k_descriptor(k_ring.place()));
+        begin_scores();
         ptx::wgmma_wait<0>(scores[0]);
-        arrive_of_warp(shared.k_empty[k_ring.place()], lane);
-        k_ring.advance();
+        release_k();
       }
       softmax_block(std::true_type(), n);
-
+      // Each step: the scores of the next block of keys, and the output of this one.
       for (n -= kBlockN; n >= range.n_begin; n -= kBlockN) {
-        multiply();
+        wait(shared.v_full[v_ring.place()], v_ring.phase());
+        wait(shared.k_full[k_ring.place()], k_ring.phase());
+        take_turn();
+        begin_scores();
+        begin_output();
+        pass_turn(next_warpgroup);
+        ptx::wgmma_wait<1>(scores[0]);
+        release_k();
+        ptx::wgmma_wait<0>(out[0]);
+        release_v();
         softmax_block(std::false_type(), n);
       }
       arrive_of_warp(shared.q_empty[q_ring.place()], lane);
       q_ring.advance();
-
-      // The last step goes on to the first keys of the next tile.
       next = receive_tile(shared, tile_ring, lane);
       started = next.batch >= 0 && TileRange<kBlockN>(params, schedule, next).has_keys();
+      wait(shared.v_full[v_ring.place()], v_ring.phase());
       if (started) {
-        wait(shared.q_full[q_ring.place()], q_ring.phase());
-        multiply();
-      } else {
-        wait(shared.v_full[v_ring.place()], v_ring.phase());
+        // The output leaves beside the first scores of the next tile.
         take_turn();
-        start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
+        begin_output();
+        wait(shared.q_full[q_ring.place()], q_ring.phase());
+        wait(shared.k_full[k_ring.place()], k_ring.phase());
+        begin_scores();
+        pass_turn(next_warpgroup);
+        ptx::wgmma_wait<1>(out[0]);
+        release_v();
+        finish();
+        ptx::wgmma_wait<0>(scores[0]);
+        release_k();
+      } else {
+        take_turn();
+        begin_output();
         pass_turn(next_warpgroup);
         ptx::wgmma_wait<0>(out[0]);
-        arrive_of_warp(shared.v_empty[v_ring.place()], lane);
-        v_ring.advance();
+        release_v();
+        finish();
       }
     } else {
       next = receive_tile(shared, tile_ring, lane);
       started = false;
-    }
-
-    // Epilogue.
-    float lse[2];
-    normalize_output(softmax, out, kFull && dropout.enabled ? dropout.scale : 1.f, lse, WarpTeam());
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + half * 8;
-      T* target = nullptr;
-      if (row < schedule.rows * schedule.group && queries[half] < range.m_end) {
-        const int head = head_of(row), query = range.sequence.q_first + queries[half];
-        target = rows_of<T>(params.out, range.sequence.q_batch, query, head);
-        if (lane % 4 == 0) {
-          params.lse[range.sequence.q_batch * params.lse_batch_stride +
-                     head * params.lse_head_stride + query] = lse[half];
-        }
-      }
-      store_row(target, params.headdim_v, out[0], half, lane);
+      finish();
     }
   }
 }

@@ -22,7 +22,7 @@ constexpr int kDrawEarlyKeys = 2048;
 
 // Queries of a sequence from which the tiles for long ones are taken.
 constexpr int long_from(int headdim, bool masked) {
-  return masked ? 2048 : headdim == 64 ? 512 : 1024;
+  return masked || headdim == 128 ? 2048 : headdim == 64 ? 512 : 1024;
 }
 
 // All heads of a group share a tile if that saves tiles: with one query a tile is nearly empty.
