@@ -22,16 +22,15 @@ template <int kCols>
 constexpr int kParts = (kCols + kBoxCols - 1) / kBoxCols;
 
 struct ForwardTile {
-  int block_m;      // queries of a tile: 64 for each consumer warpgroup
-  int block_n;      // keys of one step
-  int stages;       // of K and of V in shared memory
-  int q_stages;     // of Q; 2: the next tile's is loaded beside this one's
-  bool take_turns;  // warpgroups issue their matmuls in turn, so that softmax and matmul alternate
+  int block_m;   // queries of a tile: 64 for each consumer warpgroup
+  int block_n;   // keys of one step
+  int stages;    // of K and of V in shared memory
+  int q_stages;  // of Q; 2: the next tile's is loaded beside this one's
 };
 
 constexpr bool operator==(const ForwardTile& a, const ForwardTile& b) {
   return a.block_m == b.block_m && a.block_n == b.block_n && a.stages == b.stages &&
-         a.q_stages == b.q_stages && a.take_turns == b.take_turns;
+         a.q_stages == b.q_stages;
 }
 
 // 128 queries in two warpgroups, which leave registers for wide blocks of keys; for long sequences
@@ -43,22 +42,22 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   switch (headdim) {
     case 64:
       // At 4096 593 / 492, with 128 queries 475 / 432; at 256 202 / 89 and 238 / 125.
-      return three ? ForwardTile{192, 128, 3, 2, true} : ForwardTile{128, 128, 4, 2, true};
+      return three ? ForwardTile{192, 128, 3, 2} : ForwardTile{128, 128, 4, 2};
     case 96:
       // At 4096 691 / 565, with 128 queries 553 / 478; at 256 193 / 99 and 265 / 129.
-      return three ? ForwardTile{192, 96, 2, 1, true} : ForwardTile{128, 96, 2, 2, true};
+      return three ? ForwardTile{192, 96, 2, 1} : ForwardTile{128, 96, 2, 2};
     case 128:
       // At 4096 753 / 657, with 128 queries 714 / 648; at 512 498 / 279 and 479 / 294. 112 keys
       // instead of 128: 670 / 594 at 4096.
-      return three ? ForwardTile{192, 64, 3, 2, true} : ForwardTile{128, 128, 2, 2, true};
+      return three ? ForwardTile{192, 64, 3, 2} : ForwardTile{128, 128, 2, 2};
     case 192:
       // At 4096 744 / 651; 112 keys 720 / 614; 192 queries 737 / 572.
-      if (headdim_v == 128) return {128, 128, 2, 1, true};
+      if (headdim_v == 128) return {128, 128, 2, 1};
       // At 16384 790 / 791, with 64 keys 775 / 764; at 256 333 / 166 and 386 / 198.
-      return is_long ? ForwardTile{128, 96, 2, 1, true} : ForwardTile{128, 64, 2, 2, true};
+      return is_long ? ForwardTile{128, 96, 2, 1} : ForwardTile{128, 64, 2, 2};
     default:
       // At 4096 803 / 725, at 256 391 / 202; 80 keys 787 / 713 and 358 / 184.
-      return {128, 64, 2, 1, true};
+      return {128, 64, 2, 1};
   }
 }
 
@@ -71,7 +70,6 @@ struct ForwardConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages;
-  static constexpr bool kTakeTurns = kTile.take_turns;
 
   static constexpr int kConsumers = kBlockM / kWarpgroupRows;  // warpgroups
   static constexpr int kConsumerWarps = kConsumers * 4;

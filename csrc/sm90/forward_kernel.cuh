@@ -403,12 +403,8 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
   };
 
   // Whoever holds its turn issues matmuls while the others are at their softmax.
-  const auto take_turn = [&] {
-    if constexpr (Config::kTakeTurns) ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup);
-  };
-  const auto pass_turn = [&](int to) {
-    if constexpr (Config::kTakeTurns) ptx::bar_arrive(kTurn + to, 2 * kWarpgroup);
-  };
+  const auto take_turn = [&] { ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup); };
+  const auto pass_turn = [&](int to) { ptx::bar_arrive(kTurn + to, 2 * kWarpgroup); };
   const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
   if (next_warpgroup == 0) pass_turn(0);
 
