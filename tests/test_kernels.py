@@ -202,6 +202,39 @@ def test_scales(device, scale):
     check(dense(1, 130, 260, headdim=64, dtype=torch.bfloat16, device=device, softmax_scale=scale))
 
 
+@pytest.mark.parametrize("headdim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+@pytest.mark.parametrize("sink", [None, -50.0, 50.0])
+@pytest.mark.parametrize("mask", MASKS)
+def test_levels_of_scores(device, mask, sink, dtype, headdim):
+    """Scores around 40, around -40, or between them and changing from key to key, in neighbouring
+    rows: a softmax relative to anything but each row's own maximum overflows or vanishes.
+    """
+    seqlen_k, step = 530, 8.0
+    options = MASKS[mask] | {"dtype": dtype, "device": device}
+    problem = dense(4, 300, seqlen_k, 2, 2, headdim, **options)
+    problem.q[..., 0] = step
+    problem.q[:, 1::2, :, 0] = -step
+    for k, ends in zip(problem.k, [(-1, 1), (1, -1), (1, 1), (0, 1)], strict=True):
+        level = torch.linspace(*ends, seqlen_k, device=device) * 40 / step * headdim**0.5
+        k[..., 0] = level[:, None]
+    s_aux = None if sink is None else torch.full((2,), sink, device=device)
+    check(replace(problem, s_aux=s_aux), backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("options", [{}, {"softcap": 10.0}, {"causal": True}], ids=str)
+def test_nan_stays_in_its_row(device, options, headdims):
+    """A row of q that holds NaN has a NaN result, and no other row has."""
+    problem = dense(1, 100, 200, 2, 1, *headdims, dtype=torch.bfloat16, device=device, **options)
+    clean = call(problem)
+    problem.q[0, 21, 1, 3] = NAN
+    out = call(problem)
+    assert out[0, 21, 1].isnan().all()
+    clean[0, 21, 1] = NAN
+    assert torch.equal(out.nan_to_num(), clean.nan_to_num())
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 

@@ -49,31 +49,37 @@ __device__ BlockRange query_blocks(const Mask& mask, int seqlen_q, int key_begin
   return {first / kBlockM, last < 0 ? 0 : last / kBlockM + 1};
 }
 
-// Sets the scores of invisible keys to -inf, all lanes of a warp together. `key` is that of the
-// thread's first score; rows r, r + 8 of accumulator m are those of queries row_of(m, 0) and
-// row_of(m, 1). scores: (kRowTiles, kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
+// Of 2 * kColTiles keys, pairs 8 apart from key 0 on, as a lane holds them in a row of
+// accumulators: a bit for each that is below `end`.
+template <int kColTiles>
+__device__ inline uint32_t keys_below(int end) {
+  const int bounded = min(max(end, 0), kColTiles * 8);
+  const int count = bounded / 8 * 2 + min(bounded % 8, 2);
+  return __funnelshift_lc(0, 1, count) - 1;  // 1 << 32 is 0
+}
+
+// Sets the scores of invisible keys to -inf. `key` is that of the thread's first score; rows r, r +
+// 8 of accumulator m are those of queries row_of(m, 0) and row_of(m, 1). scores: (kRowTiles,
+// kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
 template <int kRowTiles, int kColTiles, typename RowOf>
 __device__ void apply_mask(float (&scores)[kRowTiles][kColTiles][4], const Mask& mask, RowOf row_of,
                            int key) {
+  constexpr int kGroup = kColTiles < 16 ? kColTiles : kColTiles % 16 == 0 ? 16 : kColTiles / 2;
+  static_assert(kColTiles % kGroup == 0);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_of(m, half);
-      const int begin = mask.first_key(row) - key, end = mask.end_key(row) - key;
 #pragma unroll
-      for (int n = 0; n < kColTiles; ++n) {
+      for (int group = 0; group < kColTiles; group += kGroup) {
+        const int begin = mask.first_key(row) - key - group * 8;
+        const int end = mask.end_key(row) - key - group * 8;
+        const uint32_t visible = keys_below<kGroup>(end) & ~keys_below<kGroup>(begin);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          if (n * 8 + j >= end) scores[m][n][2 * half + j] = -INFINITY;
-        }
-      }
-      if (!__any_sync(0xffffffff, begin > 0)) continue;
-#pragma unroll
-      for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          if (n * 8 + j < begin) scores[m][n][2 * half + j] = -INFINITY;
+        for (int i = 0; i < kGroup * 2; ++i) {
+          float& score = scores[m][group + i / 2][2 * half + i % 2];
+          score = visible >> i & 1 ? score : -INFINITY;
         }
       }
     }

@@ -5,14 +5,23 @@
 
 #include "common/softmax.h"
 #include "params.h"
-#include "ptx/ex2.h"
+#include "ptx/special_functions.h"
 
 namespace flash {
 
-// 1 - 2 / (exp(2x) + 1): right to 1e-7 in absolute terms, which is what a soft cap needs.
-// (tanh.approx has 5e-4.)
-__device__ inline float fast_tanh(float x) {
-  return 1.f - __fdividef(2.f, ptx::ex2(2.f * kLog2e * x) + 1.f);
+// x = tanh(x) = 1 - 2 / (exp(2x) + 1), right to 1e-7 in absolute terms, which is what a soft cap
+// needs (tanh.approx has 5e-4). Four share one division: the special-function unit is the limit.
+// NaN stays NaN and does not spread.
+__device__ inline void fast_tanh(float (&x)[4]) {
+  float y[4];  // exp(2x) + 1; 2^30 is as good as infinity, and four of them have a float's range
+#pragma unroll
+  for (int i = 0; i < 4; ++i) y[i] = ptx::ex2(fminf(2.f * kLog2e * x[i], 30.f)) + 1.f;
+  const float low = y[0] * y[1], high = y[2] * y[3], inverse = -2.f * ptx::rcp(low * high);
+  const float inverse_low = inverse * high, inverse_high = inverse * low;
+  const float inverses[4] = {inverse_low * y[1], inverse_low * y[0], inverse_high * y[3],
+                             inverse_high * y[2]};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = isnan(x[i]) ? x[i] : 1.f + inverses[i];
 }
 
 // The scores of one head of one sequence.
@@ -36,21 +45,34 @@ struct ScoreTransform {
   __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int row, int key,
                         OnSoftcap on_softcap) const {
     // One loop for each option: a test inside would be a branch at every score.
+    float factor = scale;
     if (softcap > 0.f) {
       const float inner = scale / softcap;
+      for_each(scores, [&](float& score, int, int, int) { score *= inner; });
+#pragma unroll
+      for (int i = 0; i < kRowTiles * kColTiles; ++i) {
+        fast_tanh(scores[i / kColTiles][i % kColTiles]);
+      }
       for_each(scores, [&](float& score, int m, int n, int j) {
-        const float bounded = fast_tanh(score * inner);
-        score = softcap * bounded;
-        on_softcap(m, n, j, 1.f - bounded * bounded);
+        on_softcap(m, n, j, 1.f - score * score);
+      });
+      factor = softcap;
+    }
+    // Distances times the slope. The sign of the slope is kept aside: it is not in |distance|.
+    const float steep = fabsf(slope), bias = steep * static_cast<float>(key - row - shift);
+    const auto distance = [=](int m, int n, int j) {
+      return fabsf(fmaf(steep, static_cast<float>(n * 8 + j % 2 - m * 16 - j / 2 * 8), bias));
+    };
+    if (slope > 0.f) {
+      for_each(scores, [&](float& score, int m, int n, int j) {
+        score = fmaf(score, factor, -distance(m, n, j));
+      });
+    } else if (slope < 0.f) {
+      for_each(scores, [&](float& score, int m, int n, int j) {
+        score = fmaf(score, factor, distance(m, n, j));
       });
     } else {
-      for_each(scores, [&](float& score, int, int, int) { score *= scale; });
-    }
-    if (slope != 0.f) {
-      const auto distance = static_cast<float>(key - row - shift);  // of the first score
-      for_each(scores, [&](float& score, int m, int n, int j) {
-        score -= slope * fabsf(distance + static_cast<float>(n * 8 + j % 2 - m * 16 - j / 2 * 8));
-      });
+      for_each(scores, [&](float& score, int, int, int) { score *= factor; });
     }
   }
 

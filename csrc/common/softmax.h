@@ -5,7 +5,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "ptx/ex2.h"
+#include "ptx/special_functions.h"
 
 namespace flash {
 
@@ -16,7 +16,6 @@ constexpr float kLn2 = 0.6931471805599453f;
 // output is then rescaled a few times a row instead of at every step, and what replaces
 // probabilities until the end stays below 2^8, far from the largest float16.
 constexpr float kRescaleThreshold = 8.f;
-constexpr float kLargestSum = 256.f;  // the same for a lane's sum of a block's exponentials
 
 // What turns scores that are still without their scale into exponents of 2. A scale of zero would
 // turn the -inf of a masked score into NaN; the smallest normal float gives all visible keys equal
@@ -62,25 +61,15 @@ struct SoftmaxState {
   static constexpr int kRows = 2 * kRowTiles;
 
   float scale_log2;  // turns scores into exponents of 2: log2_scale
-  // Maximum of the scaled scores, up to kRescaleThreshold; one value in the whole quad. It starts
-  // finite, so that a row without a visible key meets no -inf - -inf.
+  // What the exponents of 2 are relative to; one value in the whole quad. It starts finite, so that
+  // a row without a visible key meets no -inf - -inf.
   float reference[kRows];
   float sum[kRows];  // of this lane's exponentials
 
-  // An attention sink is one more score of every row, exp(sink) joins the sum (-inf: no sink). It
+  // An attention sink is one more score of a row, exp(sink) joins its sum (-inf: no sink). It
   // counts in one of the lanes that share a row, `counts_sink`.
-  __device__ SoftmaxState(float scale_log2, float sink, bool counts_sink) : scale_log2(scale_log2) {
-    const float start = fmaxf(sink * kLog2e, -FLT_MAX);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      reference[r] = start;
-      sum[r] = counts_sink && start > -FLT_MAX ? 1.f : 0.f;
-    }
-  }
-
-  // The sink of each row, as above.
   __device__ SoftmaxState(float scale_log2, const float (&sinks)[kRows], bool counts_sink)
-      : SoftmaxState(scale_log2, -INFINITY, false) {
+      : scale_log2(scale_log2) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       reference[r] = fmaxf(sinks[r] * kLog2e, -FLT_MAX);
@@ -139,27 +128,6 @@ __device__ bool raise_reference(SoftmaxState<kRowTiles>& state,
   return true;
 }
 
-// Raises the reference of the rows that have `outgrown` theirs in some lane of the quad to the
-// maximum of their scores, and rescales the sums; all lanes of the warp together.
-// scores: (1, kScoreTiles) accumulators of m16n8
-template <int kScoreTiles>
-__device__ void raise_reference(SoftmaxState<1>& state, const float (&scores)[1][kScoreTiles][4],
-                                const bool (&outgrown)[2], float (&factors)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float row_max = -INFINITY;
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      row_max = fmaxf(row_max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
-    }
-    const float scaled_max = quad_max(row_max) * state.scale_log2;
-    const bool raise = quad_max(outgrown[r] ? 1.f : 0.f) > 0.f && scaled_max > state.reference[r];
-    factors[r] = raise ? ptx::ex2(state.reference[r] - scaled_max) : 1.f;
-    if (raise) state.reference[r] = scaled_max;
-    state.sum[r] *= factors[r];
-  }
-}
-
 // out: (kRowTiles, kOutTiles) accumulators of m16n8
 template <int kRowTiles, int kOutTiles>
 __device__ void rescale_output(float (&out)[kRowTiles][kOutTiles][4],
@@ -174,26 +142,20 @@ __device__ void rescale_output(float (&out)[kRowTiles][kOutTiles][4],
   }
 }
 
-// Divides `out` by the row sums (no visible key and no sink: 0), times `scale`, and gives the
-// natural log-sum-exp of each row (no visible key and no sink: -inf), the same in all lanes that
-// share it. out: (kRowTiles, kOutTiles) accumulators of m16n8
-template <int kRowTiles, int kOutTiles, typename Team>
-__device__ void normalize_output(SoftmaxState<kRowTiles>& state,
-                                 float (&out)[kRowTiles][kOutTiles][4], float scale,
-                                 float (&lse)[2 * kRowTiles], const Team& team) {
+// What each row of the output is to be multiplied by, `scale` over the row's sum (no visible key
+// and no sink: 0), and the row's natural log-sum-exp (then -inf); the same in all lanes that share
+// it.
+template <int kRowTiles, typename Team>
+__device__ void finish_rows(SoftmaxState<kRowTiles>& state, float scale,
+                            float (&factors)[2 * kRowTiles], float (&lse)[2 * kRowTiles],
+                            const Team& team) {
   team.sum(state.sum);
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
-    const int m = r / 2, j = r % 2 * 2;
-    // 0, or at least 1: the reference is a score's own or the sink's.
-    const float sum = state.sum[r];
-    const float inverse = sum == 0.f ? 0.f : __fdividef(scale, sum);
+    const float sum =
+        state.sum[r];  // 0, or at least 1: the reference is a score's own or the sink's
+    factors[r] = sum == 0.f ? 0.f : __fdividef(scale, sum);
     lse[r] = sum == 0.f ? -INFINITY : (state.reference[r] + __log2f(sum)) * kLn2;
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-      out[m][n][j] *= inverse;
-      out[m][n][j + 1] *= inverse;
-    }
   }
 }
 

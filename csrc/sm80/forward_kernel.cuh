@@ -190,8 +190,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   RowTeam<kTeam> team;
   if constexpr (kTeam == 2) team = {warp % 2, 1 + warp / 2, &exchange.rows[0][0], lane};
   float out[kRowTiles][kOutTiles][4] = {};
-  SoftmaxState<kRowTiles> softmax(kFull ? kLog2e : scale_log2,
-                                  params.s_aux == nullptr ? -INFINITY : params.s_aux[head],
+  float sinks[2 * kRowTiles];
+  for (float& sink : sinks) sink = params.s_aux == nullptr ? -INFINITY : params.s_aux[head];
+  SoftmaxState<kRowTiles> softmax(kFull ? kLog2e : scale_log2, sinks,
                                   lane % 4 == 0 && team.rank == 0);
   const ScoreTransform transform(params, batch, head, mask.shift);
   const Dropout dropout(params, batch, head);
@@ -246,8 +247,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const Sequence target(params, batch);
   const int team_m_begin = warp_uniform(position) - (target.seqlen_k - target.seqlen_q);
   const int valid_rows = target.seqlen_q - team_m_begin;
-  float lse[2 * kRowTiles];
-  normalize_output(softmax, out, kFull && dropout.enabled ? dropout.scale : 1.f, lse, team);
+  float factors[2 * kRowTiles], lse[2 * kRowTiles];
+  finish_rows(softmax, kFull && dropout.enabled ? dropout.scale : 1.f, factors, lse, team);
+  rescale_output(out, factors);
   // Only this team reads its rows of shared.q, so they can take its output.
   store_fragments<kHeadDimV>(
       out, team_rows, [](int m) { return m; },

@@ -22,41 +22,48 @@ template <int kCols>
 constexpr int kParts = (kCols + kBoxCols - 1) / kBoxCols;
 
 struct ForwardTile {
-  int block_m;   // queries of a tile: 64 for each consumer warpgroup
-  int block_n;   // keys of one step
-  int stages;    // of K and of V in shared memory
-  int q_stages;  // of Q; 2: the next tile's is loaded beside this one's
+  int block_m;      // queries of a tile: 64 for each consumer warpgroup
+  int block_n;      // keys of one step
+  int stages;       // of K and of V in shared memory
+  int q_stages;     // of Q; 2: the next tile's is loaded beside this one's
+  int streams = 1;  // of tiles, that a thread block works on at the same time
 };
 
 constexpr bool operator==(const ForwardTile& a, const ForwardTile& b) {
   return a.block_m == b.block_m && a.block_n == b.block_n && a.stages == b.stages &&
-         a.q_stages == b.q_stages;
+         a.q_stages == b.q_stages && a.streams == b.streams;
 }
 
 // 128 queries in two warpgroups, which leave registers for wide blocks of keys; for long sequences
-// 192 in three where the output is narrow enough, which reads K and V less often. `is_long`:
+// 192 in three where the output is narrow enough, which reads K and V less often. Where a tile
+// needs few registers, two streams of tiles, which know nothing of each other: what one does at the
+// ends of a tile, when its warps wait for each other, is hidden behind the other's. `is_long`:
 // forward_launch.cuh. TFLOP/s on an H200 in bf16, 16384 tokens, full / causal, to be compared
 // within one comment; docs/design-notes.md has more.
 constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features, bool is_long) {
-  const bool three = is_long && features == FeatureSet::kPlain;  // the full set's registers do not
+  const bool plain = features == FeatureSet::kPlain;  // the full set needs more registers
   switch (headdim) {
     case 64:
-      // At 4096 593 / 492, with 128 queries 475 / 432; at 256 202 / 89 and 238 / 125.
-      return three ? ForwardTile{192, 128, 3, 2} : ForwardTile{128, 128, 4, 2};
+      // At 256 344 / 191, at 1024 511 / 391, at 16384 562 / 568. One stream, with 128 and from 2048
+      // on 192 queries: 292 / 166, 474 / 320, 569 / 567.
+      return {128, 64, 4, 2, 2};
     case 96:
-      // At 4096 691 / 565, with 128 queries 553 / 478; at 256 193 / 99 and 265 / 129.
-      return three ? ForwardTile{192, 96, 2, 1} : ForwardTile{128, 96, 2, 2};
+      // At 512 448 / 258, at 2048 563 / 498; with {128, 96, 2, 2} 417 / 251 at 512, long 604 / 486.
+      if (!plain) return {128, 96, 2, 2};
+      return is_long ? ForwardTile{192, 96, 2, 1} : ForwardTile{128, 48, 3, 1, 2};
     case 128:
-      // At 4096 753 / 657, with 128 queries 714 / 648; at 512 498 / 279 and 479 / 294. 112 keys
-      // instead of 128: 670 / 594 at 4096.
-      return three ? ForwardTile{192, 64, 3, 2} : ForwardTile{128, 128, 2, 2};
+      // At 2048 728 / 597 (FlashAttention-3 674 / 573); with 64 keys instead of 128 at 512 472 /
+      // 319 and 529 / 336. 112 keys are slower than 128.
+      return is_long && plain ? ForwardTile{192, 64, 3, 2} : ForwardTile{128, 128, 2, 2};
     case 192:
-      // At 4096 744 / 651; 112 keys 720 / 614; 192 queries 737 / 572.
-      if (headdim_v == 128) return {128, 128, 2, 1};
+      // At 512 535 / 330 and 523 / 297, at 2048 675 / 582 and 735 / 613; 192 queries are slower.
+      if (headdim_v == 128) {
+        return is_long || !plain ? ForwardTile{128, 128, 2, 1} : ForwardTile{128, 64, 3, 2};
+      }
       // At 16384 790 / 791, with 64 keys 775 / 764; at 256 333 / 166 and 386 / 198.
       return is_long ? ForwardTile{128, 96, 2, 1} : ForwardTile{128, 64, 2, 2};
     default:
-      // At 4096 803 / 725, at 256 391 / 202; 80 keys 787 / 713 and 358 / 184.
+      // At 256 390 / 208, at 1024 668 / 460; 48 keys and two stages of Q 380 / 205 and 630 / 438.
       return {128, 64, 2, 1};
   }
 }
@@ -71,17 +78,23 @@ struct ForwardConfig {
   static constexpr int kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages;
 
-  static constexpr int kConsumers = kBlockM / kWarpgroupRows;  // warpgroups
+  static constexpr int kStreams = kTile.streams;
+
+  static constexpr int kConsumers = kBlockM / kWarpgroupRows;  // warpgroups of a stream
   static constexpr int kConsumerWarps = kConsumers * 4;
-  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kReceivers = kStreams == 1 ? 2 : 0;  // of tiles, beside the consumers
+  // One warpgroup more: the scheduler and two producers, or for each stream a warp that is all.
+  static constexpr int kThreads = (kStreams * kConsumers + 1) * kWarpgroup;
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : 232;
+  static_assert(kProducerRegisters + kStreams * kConsumers * kConsumerRegisters <=
+                65536 / kThreads / 8 * 8 * (kStreams * kConsumers + 1));
 
   static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3));
   static_assert(kBlockN % 16 == 0 && kHeadDimV <= kHeadDim);
 
-  struct SharedStorage {
+  struct SharedStorage {  // of a stream
     alignas(1024) T q[kQStages][kParts<kHeadDim> * kBlockM * kBoxCols];
     alignas(1024) T k[kStages][kParts<kHeadDim> * kBlockN * kBoxCols];
     alignas(1024) T v[kStages][kParts<kHeadDimV> * kBlockN * kBoxCols];
@@ -93,7 +106,7 @@ struct ForwardConfig {
     uint64_t tile_full[kTileSlots], tile_empty[kTileSlots], tile_wanted;
     Tile tiles[kTileSlots];
   };
-  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+  static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);
 };
 
 }  // namespace flash::sm90

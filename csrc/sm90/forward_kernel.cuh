@@ -1,9 +1,10 @@
 // Attention forward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 //
 // Thread blocks stay on their SM and take tile after tile. One warp, the scheduler, finds the next;
-// one, the producer, has the copy engine fill shared memory: Q of a tile, then its blocks of keys
-// and values from the last to the first. Two or three warpgroups, the consumers, own 64 queries
-// each; scores and output stay in registers.
+// two, the producers, have the copy engine fill shared memory: one with Q of a tile and its blocks
+// of keys, one with those of values, from the last to the first. Two or three warpgroups, the
+// consumers, own 64 queries each; scores and output stay in registers. Where tiles need few, a
+// thread block does all that twice, in two streams of tiles (forward_config.cuh).
 //
 // NaN or Inf outside a sequence never reaches its result; of keys inside it that the mask hides
 // from a query the same is said as in sm80/forward_kernel.cuh.
@@ -30,6 +31,7 @@
 #include "ptx/setmaxnreg.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
+#include "sm90/softmax.cuh"
 #include "sm90/tile_scheduler.cuh"
 
 namespace flash::sm90 {
@@ -49,6 +51,7 @@ struct Ring {
   __device__ int place() const { return count % kSize; }
   __device__ uint32_t phase() const { return count / kSize % 2; }
   __device__ void advance() { ++count; }
+  __device__ Ring next() const { return {count + 1}; }
 };
 
 // Waits for the end of a barrier's phase. A new barrier is in phase 0, and its phase 1 counts as
@@ -66,21 +69,23 @@ __device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
 }
 
 // One tile: queries m_begin .. m_end - 1 and the keys that one of them sees, n_begin .. n_end - 1.
+// If there is no tile, anything.
 template <int kBlockN>
 struct TileRange {
   Sequence sequence;
-  Mask mask;
   int m_begin, m_end;
+  int position;        // of query m_begin among the keys
+  Mask mask;           // of positions: its shift is 0
   int n_begin, n_end;  // n_begin is a multiple of kBlockN; n_begin >= n_end: none
 
   __device__ TileRange(const ForwardParams& params, const Schedule& schedule, const Tile& tile)
-      : sequence(params, tile.batch),
-        mask{sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q, params.window_left,
-             params.window_right},
+      : sequence(params, max(tile.batch, 0)),
         m_begin(tile.m_block * schedule.rows),
         m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
-        n_begin(mask.first_key(m_begin) / kBlockN * kBlockN),
-        n_end(mask.end_key(m_end - 1)) {}
+        position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
+        mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
+        n_begin(mask.first_key(position) / kBlockN * kBlockN),
+        n_end(mask.end_key(position + m_end - m_begin - 1)) {}
 
   __device__ bool has_keys() const { return n_begin < n_end; }
 
@@ -103,9 +108,18 @@ __device__ Tile receive_tile(SharedStorage& shared, Ring<kTileSlots>& ring, int 
 // ---- Scheduler ---------------------------------------------------------------------------------
 
 template <typename SharedStorage>
+__device__ void send_tile(SharedStorage& shared, const Tile& tile, Ring<kTileSlots>& ring,
+                          int lane) {
+  wait(shared.tile_empty[ring.place()], ring.phase() ^ 1);
+  if (lane == 0) shared.tiles[ring.place()] = tile;
+  arrive_of_warp(shared.tile_full[ring.place()], lane);
+  ring.advance();
+}
+
+template <typename SharedStorage>
 __device__ void distribute_tiles(const ForwardParams& params, const Schedule& schedule,
                                  SharedStorage& shared, int lane) {
-  TileScheduler scheduler(params, schedule, lane);
+  TileScheduler scheduler(params, schedule, blockIdx.x, gridDim.x, lane);
   Ring<kTileSlots> ring;
   Ring<1> wanted_ring;
   const auto draw = [&] {
@@ -113,10 +127,7 @@ __device__ void distribute_tiles(const ForwardParams& params, const Schedule& sc
     return scheduler.tile();
   };
   for (Tile tile = scheduler.tile();;) {
-    wait(shared.tile_empty[ring.place()], ring.phase() ^ 1);
-    if (lane == 0) shared.tiles[ring.place()] = tile;
-    arrive_of_warp(shared.tile_full[ring.place()], lane);
-    ring.advance();
+    send_tile(shared, tile, ring, lane);
     if (tile.batch < 0) return;
     if (schedule.draw_early) tile = draw();
     // There is room for the next tile's keys: whoever is done first shall have it.
@@ -176,87 +187,125 @@ __device__ void clear_tail(typename Config::T* tile, int valid_rows, int lane) {
   cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
 }
 
-// Loads Q of each tile and its keys, block by block from the last to the first, and wants the next
-// tile when the last of them are loaded.
+// The places of a warp that loads, in the rings that it fills.
 template <typename Config>
-__device__ void produce_keys(const ForwardParams& params, const ForwardMaps& maps,
-                             const Schedule& schedule, typename Config::SharedStorage& shared,
-                             int lane) {
-  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  Ring<Config::kStages> ring;
+struct Producer {
+  const ForwardParams& params;
+  const ForwardMaps& maps;
+  const Schedule& schedule;
+  typename Config::SharedStorage& shared;
+  const int lane;
+  Ring<Config::kStages> k_ring, v_ring;
   Ring<Config::kQStages> q_ring;
+  Ring<1> tail_ring;
+
+  __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
+    wait(shared.k_empty[k_ring.place()], k_ring.phase() ^ 1);
+    load_keys<Config, Config::kHeadDim>(
+        shared.k[k_ring.place()], maps.k, shared.k_full[k_ring.place()], params,
+        schedule.key_box_rows, sequence, tile.batch, n, tile.head_kv, lane);
+    k_ring.advance();
+  }
+
+  __device__ void load_v(const Tile& tile, const Sequence& sequence, int n) {
+    wait(shared.v_empty[v_ring.place()], v_ring.phase() ^ 1);
+    const int valid_rows = sequence.seqlen_k - n;
+    const bool clear = schedule.clear_tail && valid_rows < Config::kBlockN;
+    uint64_t& full = shared.v_full[v_ring.place()];
+    load_keys<Config, Config::kHeadDimV>(
+        shared.v[v_ring.place()], maps.v, clear ? shared.tail_full : full, params,
+        schedule.key_box_rows, sequence, tile.batch, n, tile.head_kv, lane);
+    if (clear) {
+      wait(shared.tail_full, tail_ring.phase());
+      tail_ring.advance();
+      clear_tail<Config>(shared.v[v_ring.place()], valid_rows, lane);
+      arrive_of_warp(full, lane);
+    }
+    v_ring.advance();
+  }
+
+  __device__ void load_q(const Tile& tile, const Sequence& sequence, int m_begin) {
+    constexpr int kQParts = kParts<Config::kHeadDim>;
+    const int stage = q_ring.place();
+    wait(shared.q_empty[stage], q_ring.phase() ^ 1);
+    q_ring.advance();
+    if (lane == 0) {
+      cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
+                                           cuda::ptx::space_shared, &shared.q_full[stage],
+                                           schedule.rows * schedule.group * kQParts * kPartBytes);
+    }
+    __syncwarp();
+    if (lane < kQParts) {
+      cuda::ptx::cp_async_bulk_tensor(
+          cuda::ptx::space_cluster, cuda::ptx::space_global,
+          shared.q[stage] + lane * Config::kBlockM * kBoxCols, &maps.q,
+          {ptx::opaque(lane) * kBoxCols, ptx::opaque(tile.head) % schedule.heads_of_kv,
+           sequence.q_first + m_begin, tile.head_kv, sequence.q_batch},
+          &shared.q_full[stage]);
+    }
+  }
+};
+
+// Loads Q of each tile and its keys, block by block from the last to the first, and wants the next
+// tile when the last of them are loaded. Q comes behind the first keys, which need not wait for the
+// last tile to be done.
+template <typename Config>
+__device__ void produce_keys(Producer<Config> producer) {
+  constexpr int kBlockN = Config::kBlockN;
+  auto& shared = producer.shared;
+  const int lane = producer.lane;
   Ring<kTileSlots> tile_ring;
   for (;;) {
     const Tile tile = receive_tile(shared, tile_ring, lane);
     if (tile.batch < 0) break;
-    const TileRange<kBlockN> range(params, schedule, tile);
+    const TileRange<kBlockN> range(producer.params, producer.schedule, tile);
     if (!range.has_keys()) arrive_of_warp(shared.tile_wanted, lane);
     for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
-      wait(shared.k_empty[ring.place()], ring.phase() ^ 1);
+      producer.load_k(tile, range.sequence, n);
       if (n == range.n_begin) arrive_of_warp(shared.tile_wanted, lane);
-      load_keys<Config, Config::kHeadDim>(
-          shared.k[ring.place()], maps.k, shared.k_full[ring.place()], params,
-          schedule.key_box_rows, range.sequence, tile.batch, n, tile.head_kv, lane);
-      ring.advance();
-      if (n + kBlockN < range.n_end) continue;
-      // Behind the first keys, which need not wait for the last tile to be done.
-      const int stage = q_ring.place();
-      wait(shared.q_empty[stage], q_ring.phase() ^ 1);
-      q_ring.advance();
-      constexpr int kQParts = kParts<Config::kHeadDim>;
-      if (lane == 0) {
-        cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
-                                             cuda::ptx::space_shared, &shared.q_full[stage],
-                                             schedule.rows * schedule.group * kQParts * kPartBytes);
-      }
-      __syncwarp();
-      if (lane < kQParts) {
-        cuda::ptx::cp_async_bulk_tensor(
-            cuda::ptx::space_cluster, cuda::ptx::space_global,
-            shared.q[stage] + lane * kBlockM * kBoxCols, &maps.q,
-            {ptx::opaque(lane) * kBoxCols, ptx::opaque(tile.head) % schedule.heads_of_kv,
-             range.sequence.q_first + range.m_begin, tile.head_kv, range.sequence.q_batch},
-            &shared.q_full[stage]);
-      }
+      if (n + kBlockN >= range.n_end) producer.load_q(tile, range.sequence, range.m_begin);
     }
   }
 }
 
 // Loads the values of the same blocks.
 template <typename Config>
-__device__ void produce_values(const ForwardParams& params, const ForwardMaps& maps,
-                               const Schedule& schedule, typename Config::SharedStorage& shared,
-                               int lane) {
+__device__ void produce_values(Producer<Config> producer) {
   constexpr int kBlockN = Config::kBlockN;
-  Ring<Config::kStages> ring;
   Ring<kTileSlots> tile_ring;
-  Ring<1> tail_ring;
   for (;;) {
-    const Tile tile = receive_tile(shared, tile_ring, lane);
+    const Tile tile = receive_tile(producer.shared, tile_ring, producer.lane);
     if (tile.batch < 0) break;
-    const TileRange<kBlockN> range(params, schedule, tile);
+    const TileRange<kBlockN> range(producer.params, producer.schedule, tile);
     for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
-      wait(shared.v_empty[ring.place()], ring.phase() ^ 1);
-      const int valid_rows = range.sequence.seqlen_k - n;
-      const bool clear = schedule.clear_tail && valid_rows < kBlockN;
-      uint64_t& full = shared.v_full[ring.place()];
-      load_keys<Config, Config::kHeadDimV>(
-          shared.v[ring.place()], maps.v, clear ? shared.tail_full : full, params,
-          schedule.key_box_rows, range.sequence, tile.batch, n, tile.head_kv, lane);
-      if (clear) {
-        wait(shared.tail_full, tail_ring.phase());
-        tail_ring.advance();
-        clear_tail<Config>(shared.v[ring.place()], valid_rows, lane);
-        arrive_of_warp(full, lane);
-      }
-      ring.advance();
+      producer.load_v(tile, range.sequence, n);
+    }
+  }
+}
+
+// The work of all three in one warp.
+template <typename Config>
+__device__ void produce_all(Producer<Config> producer, int stream) {
+  constexpr int kBlockN = Config::kBlockN;
+  TileScheduler scheduler(producer.params, producer.schedule, stream * gridDim.x + blockIdx.x,
+                          Config::kStreams * gridDim.x, producer.lane);
+  Ring<kTileSlots> tile_ring;
+  for (;; scheduler.next()) {
+    const Tile tile = scheduler.tile();
+    send_tile(producer.shared, tile, tile_ring, producer.lane);
+    if (tile.batch < 0) return;
+    const TileRange<kBlockN> range(producer.params, producer.schedule, tile);
+    for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
+      producer.load_k(tile, range.sequence, n);
+      if (n + kBlockN >= range.n_end) producer.load_q(tile, range.sequence, range.m_begin);
+      producer.load_v(tile, range.sequence, n);
     }
   }
 }
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// Ids of named barriers: a turn for each consumer warpgroup.
+// Ids of named barriers: a turn for each consumer warpgroup of each stream.
 enum NamedBarrier { kTurn = 1 };
 
 // Starts S = Q K^T. q, k: descriptors of (kParts<kHeadDim>, rows, kBoxCols), of kBlockM rows from
@@ -288,63 +337,14 @@ __device__ void start_output(float (&out)[Config::kHeadDimV / 8][4],
   ptx::wgmma_commit();
 }
 
-// P = exp(S) relative to the rows' references, rounded to T; returns this lane's sum over each row.
-// Two neighbouring accumulators are then an A operand: no data moves between lanes.
-// kept_of_block(n): whether dropout keeps the probabilities [2 n], [2 n + 1] (KeptOfBlock)
-template <typename T, int kColTiles, typename KeptOf>
-__device__ float2 exponentiate_scores(uint32_t (&p)[kColTiles / 2][4],
-                                      const SoftmaxState<1>& softmax,
-                                      const float (&scores)[1][kColTiles][4],
-                                      KeptOf kept_of_block) {
-  float sums[2] = {};
+// The matrix of which each of kSize neighbouring lanes holds a row, transposed.
+template <int kSize>
+__device__ void transpose_in_lanes(uint32_t (&x)[kSize], int lane) {
 #pragma unroll
-  for (int n = 0; n < kColTiles / 2; ++n) {
-    const auto kept = kept_of_block(n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = i % 2 * 2, half = i % 2;
-      const float* const pair = &scores[0][2 * n + i / 2][j];
-      const float low = softmax.power(pair[0], half), high = softmax.power(pair[1], half);
-      sums[half] += low;
-      sums[half] += high;
-      p[n][i] = pack(kept(i / 2, j) ? low : 0.f, kept(i / 2, j + 1) ? high : 0.f, T());
-    }
-  }
-  return make_float2(sums[0], sums[1]);
-}
-
-// The probabilities of the next block of scores. Nobody looks for the rows' maxima: the sums tell
-// whether scores have outgrown the references. Only then, a few times a row, the references become
-// the maxima, `out` is rescaled to them and the block is done again. Of the first block this is
-// known beforehand.
-template <typename T, bool kFirst, int kColTiles, int kOutTiles, typename KeptOf>
-__device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& softmax,
-                             const float (&scores)[1][kColTiles][4], float (&out)[1][kOutTiles][4],
-                             KeptOf kept_of_block) {
-  float2 sums;
-  bool outgrown[2] = {true, true};
-  if constexpr (!kFirst) {
-    sums = exponentiate_scores<T>(p, softmax, scores, kept_of_block);
-    outgrown[0] = !(sums.x <= kLargestSum);  // NaN too
-    outgrown[1] = !(sums.y <= kLargestSum);
-  }
-  if (kFirst || __any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
-    float factors[2];
-    raise_reference(softmax, scores, outgrown, factors);
-    if constexpr (!kFirst) rescale_output(out, factors);
-    sums = exponentiate_scores<T>(p, softmax, scores, kept_of_block);
-  }
-  softmax.sum[0] += sums.x;
-  softmax.sum[1] += sums.y;
-}
-
-// The 4 x 4 matrix of which each lane of a quad holds a row, transposed.
-__device__ inline void transpose_in_quad(uint32_t (&x)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
+  for (int step = 1; step < kSize; step *= 2) {
     const bool upper = lane & step;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       if (i & step) continue;
       const uint32_t taken = __shfl_xor_sync(0xffffffff, upper ? x[i] : x[i | step], step);
       if (upper) {
@@ -356,36 +356,38 @@ __device__ inline void transpose_in_quad(uint32_t (&x)[4], int lane) {
   }
 }
 
-// Writes one row of accumulators, rounded to T: 16 bytes a lane, 64 a quad.
+// Writes one row of accumulators, rounded to T, in chunks of kWords words a lane: 2 want fewer
+// instructions, 4 fewer accesses to memory.
 // out: accumulators of m16n8, of which it takes the upper or lower `half` of the rows
 // row: the row's first element, or null: not written
-template <typename T, int kOutTiles>
+template <typename T, int kWords, int kOutTiles>
 __device__ void store_row(T* row, int cols, const float (&out)[kOutTiles][4], int half, int lane) {
-  static_assert(kOutTiles % 4 == 0);
+  static_assert(kOutTiles % kWords == 0);
+  using Chunk = std::conditional_t<kWords == 4, uint4, uint2>;
 #pragma unroll
-  for (int d = 0; d < kOutTiles; d += 4) {
-    uint32_t chunk[4];  // columns 2t, 2t+1 of four accumulators; then 8 columns of the t-th
+  for (int d = 0; d < kOutTiles; d += kWords) {
+    // Columns 2 t, 2 t + 1 of kWords accumulators; then neighbouring columns of one.
+    alignas(sizeof(Chunk)) uint32_t chunk[kWords];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kWords; ++i) {
       chunk[i] = pack(out[d + i][2 * half], out[d + i][2 * half + 1], T());
     }
-    transpose_in_quad(chunk, lane);
-    const int col = (d + lane % 4) * 8;
+    transpose_in_lanes(chunk, lane);
+    const int col = (d + lane % kWords) * 8 + lane % 4 / kWords * kWords * 2;
     if (row != nullptr && col < cols) {
-      *reinterpret_cast<uint4*>(row + col) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+      *reinterpret_cast<Chunk*>(row + col) = reinterpret_cast<const Chunk&>(chunk);
     }
   }
 }
 
 template <typename Config>
-__device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
-                        const Schedule& schedule, float scale_log2,
-                        typename Config::SharedStorage& shared, int warpgroup) {
+__device__ void consume(const ForwardParams& params, const Schedule& schedule, float scale_log2,
+                        typename Config::SharedStorage& shared, int stream, int warpgroup) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kColTiles = kBlockN / 8, kOutTiles = Config::kHeadDimV / 8;
-  constexpr int kPartBytes = kBoxCols * 2;
+  const int turns = kTurn + stream * Config::kConsumers;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
@@ -403,31 +405,31 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
   };
 
   // Whoever holds its turn issues matmuls while the others are at their softmax.
-  const auto take_turn = [&] { ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup); };
-  const auto pass_turn = [&](int to) { ptx::bar_arrive(kTurn + to, 2 * kWarpgroup); };
+  const auto take_turn = [&] { ptx::bar_sync(turns + warpgroup, 2 * kWarpgroup); };
+  const auto pass_turn = [&](int to) { ptx::bar_arrive(turns + to, 2 * kWarpgroup); };
   const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
   if (next_warpgroup == 0) pass_turn(0);
 
-  Ring<Config::kStages> k_ring, v_ring;
+  Ring<Config::kStages> ring;  // of V; K is taken from its place or from the next
   Ring<Config::kQStages> q_ring;
   Ring<kTileSlots> tile_ring;
   float scores[1][kColTiles][4];
   bool started = false;  // the tile's first scores are there already
-  Tile next = receive_tile(shared, tile_ring, lane);
-  while (next.batch >= 0) {
-    const Tile tile = next;
-    const TileRange<kBlockN> range(params, schedule, tile);
-    const Mask& mask = range.mask;
+  Tile tile = receive_tile(shared, tile_ring, lane);
+  TileRange<kBlockN> range(params, schedule, tile);
+  while (tile.batch >= 0) {
     // Rows of a tile are queries of `group` heads, heads fastest.
-    const auto query_of = [&](int row) {
-      return range.m_begin + (schedule.group == 1 ? row : row / schedule.group);
+    const auto query_of = [&](int row) {  // from the tile's first query on
+      return static_cast<int>(row * schedule.group_reciprocal >> 16);
     };
     const auto head_of = [&](int row) {
-      return schedule.group == 1 ? tile.head : tile.head * schedule.group + row % schedule.group;
+      return (tile.head - query_of(row)) * schedule.group + row;
     };
-    const int queries[2] = {query_of(first_row), query_of(first_row + 8)};
-    const int first_query = query_of(warpgroup * kWarpgroupRows);  // of the warpgroup
-    const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
+    // Of the warpgroup's queries, one sees keys up to seen_end, all see all_begin .. all_end - 1.
+    const int first = range.position + query_of(warpgroup * kWarpgroupRows);
+    const int last = range.position + query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
+    const int seen_end = range.mask.end_key(last);
+    const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
 
     float out[1][kOutTiles][4] = {};
     float sinks[2] = {-INFINITY, -INFINITY};
@@ -437,120 +439,152 @@ __device__ void consume(const ForwardParams& params, const ForwardMaps& maps,
       sinks[1] = params.s_aux[min(head_of(first_row + 8), params.nheads - 1)];
     }
     SoftmaxState<1> softmax(kFull ? kLog2e : scale_log2, sinks, lane % 4 == 0);
-    const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
+    const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     const Dropout dropout(params, tile.batch, tile.head);
-    const auto transform_and_mask = [&](float (&scores)[1][kColTiles][4], int n) {
-      const int key = n + lane % 4 * 2;
-      if constexpr (kFull) {
-        transform.apply(scores, queries[0], key, [](int, int, int, float) {});
-      }
-      if (mask.cuts(first_query, last_query - first_query + 1, n, kBlockN)) {
-        apply_mask(scores, mask, [&](int, int half) { return queries[half]; }, key);
-      }
-    };
     uint32_t p[kColTiles / 2][4];
     const auto softmax_block = [&](auto first, int n) {
       constexpr bool kFirst = decltype(first)::value;
-      transform_and_mask(scores, n);
+      const int key = n + lane % 4 * 2;
+      const int row = ptx::opaque(range.position);  // or what follows would occupy registers
+      if constexpr (kFull) {
+        transform.apply(scores, row + first_row, key, [](int, int, int, float) {});
+      }
+      if (n + kBlockN > all_end || n < all_begin) {
+        apply_mask(
+            scores, range.mask, [&](int, int half) { return row + query_of(first_row + half * 8); },
+            key);
+      }
       if (kFull && dropout.enabled) {
-        softmax_step<T, kFirst>(p, softmax, scores, out, [&](int i) {
-          return dropout.kept(queries[0] / 16, n / 16 + i, lane);
+        softmax_step<T, kFirst>(p, softmax, scores, out, lane, [&](int i, int lane) {
+          return dropout.kept((range.m_begin + first_row) / 16, n / 16 + i, lane);
         });
       } else {
-        softmax_step<T, kFirst>(p, softmax, scores, out,
-                                [](int) { return [](int, int) { return true; }; });
+        softmax_step<T, kFirst>(p, softmax, scores, out, lane,
+                                [](int, int) { return [](int, int) { return true; }; });
       }
     };
 
-    const auto begin_scores = [&] {
-      start_scores<Config>(scores[0], q_descriptor(q_ring.place()), k_descriptor(k_ring.place()));
+    const auto begin_scores = [&](Ring<Config::kStages> k) {
+      start_scores<Config>(scores[0], q_descriptor(q_ring.place()), k_descriptor(k.place()));
     };
-    const auto begin_output = [&] {
-      start_output<Config>(out[0], p, v_descriptor(v_ring.place()));
+    const auto begin_output = [&] { start_output<Config>(out[0], p, v_descriptor(ring.place())); };
+    const auto wait_for_k = [&](Ring<Config::kStages> k) {
+      wait(shared.k_full[k.place()], k.phase());
     };
-    const auto release_k = [&] {
-      arrive_of_warp(shared.k_empty[k_ring.place()], lane);
-      k_ring.advance();
+    const auto wait_for_v = [&] { wait(shared.v_full[ring.place()], ring.phase()); };
+    const auto wait_for_q = [&] { wait(shared.q_full[q_ring.place()], q_ring.phase()); };
+    const auto release_k = [&](Ring<Config::kStages> k) {
+      arrive_of_warp(shared.k_empty[k.place()], lane);
     };
-    const auto release_v = [&] {
-      arrive_of_warp(shared.v_empty[v_ring.place()], lane);
-      v_ring.advance();
-    };
-    const auto finish = [&] {
+    const auto release_v = [&] { arrive_of_warp(shared.v_empty[ring.place()], lane); };
+
+    float factors[2];
+    T* targets[2];
+    const auto finish_softmax = [&] {
+      // What it needs of the sequence is read again instead of occupying registers.
+      const Sequence sequence(params, ptx::opaque(tile.batch));
+      const int m_begin = ptx::opaque(tile.m_block) * schedule.rows;
       float lse[2];
-      normalize_output(softmax, out, kFull && dropout.enabled ? dropout.scale : 1.f, lse,
-                       WarpTeam());
+      finish_rows(softmax, kFull && dropout.enabled ? dropout.scale : 1.f, factors, lse,
+                  WarpTeam());
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = first_row + half * 8;
-        T* target = nullptr;
-        if (row < schedule.rows * schedule.group && queries[half] < range.m_end) {
-          const int head = head_of(row), query = range.sequence.q_first + queries[half];
-          target = rows_of<T>(params.out, range.sequence.q_batch, query, head);
-          if (lane % 4 == 0) {
-            params.lse[range.sequence.q_batch * params.lse_batch_stride +
-                       head * params.lse_head_stride + query] = lse[half];
-          }
+        const int row = first_row + half * 8, query = m_begin + query_of(row);
+        const int head = head_of(row), place = sequence.q_first + query;
+        const bool valid = row < schedule.rows * schedule.group && query < sequence.seqlen_q;
+        targets[half] = valid ? rows_of<T>(params.out, sequence.q_batch, place, head) : nullptr;
+        if (valid && lane % 4 == 0) {
+          params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride +
+                     place] = lse[half];
         }
-        store_row(target, params.headdim_v, out[0], half, lane);
+      }
+    };
+    const auto store_output = [&] {
+      rescale_output(out, factors);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_row<T, Config::kStreams == 2 ? 2 : 4>(targets[half], params.headdim_v, out[0], half,
+                                                    lane);
       }
     };
 
+    Tile next;
     if (range.has_keys()) {
       int n = range.last_block();
       if (!started) {
-        wait(shared.q_full[q_ring.place()], q_ring.phase());
-        wait(shared.k_full[k_ring.place()], k_ring.phase());
-        begin_scores();
+        wait_for_q();
+        wait_for_k(ring);
+        begin_scores(ring);
         ptx::wgmma_wait<0>(scores[0]);
-        release_k();
+        release_k(ring);
+      }
+      // Around a diagonal a warpgroup may see none of the last keys.
+      for (; n >= seen_end && n > range.n_begin; n -= kBlockN) {
+        wait_for_v();
+        release_v();
+        wait_for_k(ring.next());
+        take_turn();
+        begin_scores(ring.next());
+        pass_turn(next_warpgroup);
+        ptx::wgmma_wait<0>(scores[0]);
+        release_k(ring.next());
+        ring.advance();
       }
       softmax_block(std::true_type(), n);
       // Each step: the scores of the next block of keys, and the output of this one.
       for (n -= kBlockN; n >= range.n_begin; n -= kBlockN) {
-        wait(shared.v_full[v_ring.place()], v_ring.phase());
-        wait(shared.k_full[k_ring.place()], k_ring.phase());
+        wait_for_v();
+        wait_for_k(ring.next());
         take_turn();
-        begin_scores();
+        begin_scores(ring.next());
         begin_output();
         pass_turn(next_warpgroup);
         ptx::wgmma_wait<1>(scores[0]);
-        release_k();
+        release_k(ring.next());
         ptx::wgmma_wait<0>(out[0]);
         release_v();
+        ring.advance();
         softmax_block(std::false_type(), n);
       }
       arrive_of_warp(shared.q_empty[q_ring.place()], lane);
       q_ring.advance();
       next = receive_tile(shared, tile_ring, lane);
-      started = next.batch >= 0 && TileRange<kBlockN>(params, schedule, next).has_keys();
-      wait(shared.v_full[v_ring.place()], v_ring.phase());
+      const TileRange<kBlockN> next_range(params, schedule, next);
+      started = next.batch >= 0 && next_range.has_keys();
+      wait_for_v();
       if (started) {
         // The output leaves beside the first scores of the next tile.
         take_turn();
         begin_output();
-        wait(shared.q_full[q_ring.place()], q_ring.phase());
-        wait(shared.k_full[k_ring.place()], k_ring.phase());
-        begin_scores();
+        wait_for_q();
+        wait_for_k(ring.next());
+        begin_scores(ring.next());
         pass_turn(next_warpgroup);
+        finish_softmax();
         ptx::wgmma_wait<1>(out[0]);
         release_v();
-        finish();
+        store_output();
         ptx::wgmma_wait<0>(scores[0]);
-        release_k();
+        release_k(ring.next());
       } else {
         take_turn();
         begin_output();
         pass_turn(next_warpgroup);
+        finish_softmax();
         ptx::wgmma_wait<0>(out[0]);
         release_v();
-        finish();
+        store_output();
       }
+      ring.advance();
+      range = next_range;
     } else {
+      finish_softmax();
+      store_output();
       next = receive_tile(shared, tile_ring, lane);
+      range = TileRange<kBlockN>(params, schedule, next);
       started = false;
-      finish();
     }
+    tile = next;
   }
 }
 
@@ -562,10 +596,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                    const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ Schedule schedule, float scale_log2) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
-  const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
+  auto* const shared_of_stream = reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < Config::kStreams) {
+    auto& shared = shared_of_stream[threadIdx.x];
     const auto init = [](uint64_t& barrier, int arrivals) {
       cuda::ptx::mbarrier_init(&barrier, arrivals);
     };
@@ -582,22 +617,31 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     for (int i = 0; i < kTileSlots; ++i) {
       init(shared.tile_full[i], 1);
-      init(shared.tile_empty[i], Config::kConsumerWarps + 2);  // and two producers
+      init(shared.tile_empty[i], Config::kConsumerWarps + Config::kReceivers);
     }
     init(shared.tile_wanted, 1);
     cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
   }
   __syncthreads();
 
-  if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    if (warp == 0) distribute_tiles(params, schedule, shared, lane);
-    if (warp == 1) produce_keys<Config>(params, maps, schedule, shared, lane);
-    if (warp == 2) produce_values<Config>(params, maps, schedule, shared, lane);
-  } else {
+  constexpr int kConsumerWarps = Config::kConsumerWarps, kStreams = Config::kStreams;
+  if (warp < kStreams * kConsumerWarps) {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    consume<Config>(params, maps, schedule, scale_log2, shared, warpgroup - 1);
+    const int stream = warp / kConsumerWarps;
+    consume<Config>(params, schedule, scale_log2, shared_of_stream[stream], stream,
+                    warp % kConsumerWarps / 4);
+  } else {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    const int helper = warp - kStreams * kConsumerWarps;
+    auto& shared = shared_of_stream[kStreams == 1 ? 0 : helper % kStreams];
+    Producer<Config> producer{params, maps, schedule, shared, lane};
+    if constexpr (kStreams == 1) {
+      if (helper == 0) distribute_tiles(params, schedule, shared, lane);
+      if (helper == 1) produce_keys(producer);
+      if (helper == 2) produce_values(producer);
+    } else {
+      if (helper < kStreams) produce_all(producer, helper);
+    }
   }
 }
 

@@ -37,8 +37,8 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-// The map of a tensor of 16-bit elements. A box has box_cols of its `cols` innermost elements, 64
-// or 32, and lies in shared memory as TileLayout<box_cols>. Outside the tensor it reads zeros.
+// The map of a tensor of 16-bit elements. A box has kBoxCols of its `cols` innermost elements and
+// lies in shared memory as TileLayout<kBoxCols>. Outside the tensor it reads zeros.
 template <int kDims>
 CUtensorMap encode_tensor_map(const void* data, int cols, const MapDim (&dims)[kDims]) {
   cuuint64_t sizes[kDims + 1] = {static_cast<cuuint64_t>(cols)}, strides[kDims];

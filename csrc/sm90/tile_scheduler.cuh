@@ -12,12 +12,14 @@ namespace flash::sm90 {
 
 // What the host decides about a launch.
 struct Schedule {
-  int rows;          // queries of a tile, of `group` heads each
-  int group;         // query heads in one tile: 1, or all those of a key head
-  int heads;         // nheads / group: heads of tiles
-  int heads_of_kv;   // of these that read the same keys
-  int m_blocks;      // tiles of one head of a dense sequence
-  int section;       // heads, over all batch entries, whose K and V share the L2 cache
+  int rows;                   // queries of a tile, of `group` heads each
+  int group;                  // query heads in one tile: 1, or all those of a key head
+  unsigned group_reciprocal;  // row * this >> 16 = row / group
+  int heads;                  // nheads / group: heads of tiles
+  int heads_of_kv;            // of these that read the same keys
+  int m_blocks;               // tiles of one head of a dense sequence
+  int section;                // heads, over all batch entries, whose K and V share the L2 cache
+  int last_section;  // heads of the last one, whose short tiles keep all SMs busy to the end
   int tiles;         // in all, if sequences are dense
   int key_box_rows;  // keys that one box of the copy engine holds; divides kBlockN
   bool draw_early;   // the next tile is drawn before it is wanted
@@ -31,20 +33,22 @@ struct alignas(16) Tile {
 // Held by one warp; `ticket` is the same in all of its lanes.
 class TileScheduler {
  public:
-  __device__ TileScheduler(const ForwardParams& params, const Schedule& schedule, int lane)
-      : params_(params), schedule_(schedule), lane_(lane), ticket_(blockIdx.x) {}
+  // worker: the number of this one among all `workers`
+  __device__ TileScheduler(const ForwardParams& params, const Schedule& schedule, int worker,
+                           int workers, int lane)
+      : params_(params), schedule_(schedule), workers_(workers), lane_(lane), ticket_(worker) {}
 
   // Draws the next ticket.
   __device__ void next() {
     int drawn = 0;
     if (lane_ == 0) drawn = ::atomicAdd(params_.tile_counter, 1);
-    ticket_ = gridDim.x + __shfl_sync(0xffffffff, drawn, 0);
+    ticket_ = workers_ + __shfl_sync(0xffffffff, drawn, 0);
   }
 
   // The tile of the ticket. Each tile draws one ticket; who holds the last resets the counter.
   __device__ Tile tile() {
     const Tile tile = params_.cu_seqlens_q == nullptr ? dense_tile() : packed_tile();
-    if (tile.batch < 0 && ticket_ - static_cast<int>(gridDim.x) == tiles_ - 1 && lane_ == 0) {
+    if (tile.batch < 0 && ticket_ - workers_ == tiles_ - 1 && lane_ == 0) {
       *params_.tile_counter = 0;
     }
     return tile;
@@ -60,13 +64,16 @@ class TileScheduler {
     if (ticket_ >= tiles_) return {0, 0, 0, -1};
     // Sections of heads one after the other; within one the last queries first, as under a causal
     // mask they see the most keys.
-    const int section_tiles = schedule_.section * schedule_.m_blocks;
-    const int section_begin = ticket_ / section_tiles * schedule_.section;
-    const int rest = ticket_ % section_tiles;
-    const int heads = min(schedule_.section,
-                          schedule_.tiles / schedule_.m_blocks - section_begin);  // of this section
+    const int m_blocks = schedule_.m_blocks;
+    const int early_heads = tiles_ / m_blocks - schedule_.last_section;
+    int section_begin = early_heads, heads = schedule_.last_section;
+    if (ticket_ < early_heads * m_blocks) {
+      section_begin = ticket_ / (schedule_.section * m_blocks) * schedule_.section;
+      heads = min(schedule_.section, early_heads - section_begin);
+    }
+    const int rest = ticket_ - section_begin * m_blocks;
     const int batch_head = section_begin + rest % heads;
-    return make_tile(schedule_.m_blocks - 1 - rest / heads, batch_head % schedule_.heads,
+    return make_tile(m_blocks - 1 - rest / heads, batch_head % schedule_.heads,
                      batch_head / schedule_.heads);
   }
 
@@ -104,7 +111,7 @@ class TileScheduler {
 
   const ForwardParams& params_;
   const Schedule& schedule_;
-  const int lane_;
+  const int workers_, lane_;
   int ticket_;
   int first_batch_ = 0;  // of packed sequences, the first of those searched
   int tiles_ = 0;        // before them; in the end of all sequences

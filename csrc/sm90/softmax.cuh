@@ -1,0 +1,96 @@
+// Softmax over rows whose scores arrive block by block, with a search for maxima in the first
+// alone.
+//
+// Later the exponentials are taken relative to the old reference, and their sums, which are needed
+// anyway, tell whether the scores have outgrown it. Only then, a few times a row, the reference
+// becomes the maximum, what came before is rescaled to it and the block is done again.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "common/pack.h"
+#include "common/softmax.h"
+
+namespace flash::sm90 {
+
+// What a lane's sum over a block may be: far from the largest float16.
+constexpr float kLargestSum = 256.f;
+
+// P = exp(S) relative to the rows' references, rounded to T; returns this lane's sum over each row.
+// Two neighbouring accumulators are then an A operand: no data moves between lanes.
+// kept_of_block(n, lane): whether dropout keeps the probabilities [2 n], [2 n + 1] (KeptOfBlock)
+template <typename T, int kColTiles, typename KeptOf>
+__device__ float2 exponentiate_scores(uint32_t (&p)[kColTiles / 2][4],
+                                      const SoftmaxState<1>& softmax,
+                                      const float (&scores)[1][kColTiles][4], int lane,
+                                      KeptOf kept_of_block) {
+  float sums[2] = {};
+#pragma unroll
+  for (int n = 0; n < kColTiles / 2; ++n) {
+    const auto kept = kept_of_block(n, lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = i % 2 * 2, row = i % 2;
+      const float* const pair = &scores[0][2 * n + i / 2][j];
+      const float low = softmax.power(pair[0], row), high = softmax.power(pair[1], row);
+      sums[row] += low;
+      sums[row] += high;
+      p[n][i] = pack(kept(i / 2, j) ? low : 0.f, kept(i / 2, j + 1) ? high : 0.f, T());
+    }
+  }
+  return make_float2(sums[0], sums[1]);
+}
+
+// Where scores have outgrown a row's reference in some lane of the quad, it becomes their maximum
+// and what came before is rescaled. Each row decides for itself, so that its result does not depend
+// on its neighbours.
+template <int kColTiles, int kOutTiles>
+__device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown)[2],
+                                 const float (&scores)[1][kColTiles][4],
+                                 float (&out)[1][kOutTiles][4]) {
+  float factors[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float row_max = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n) {
+      row_max = fmaxf(row_max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
+    }
+    const float scaled_max = quad_max(row_max) * softmax.scale_log2;
+    const bool raise = quad_max(outgrown[r] ? 1.f : 0.f) > 0.f && scaled_max > softmax.reference[r];
+    factors[r] = raise ? ptx::ex2(softmax.reference[r] - scaled_max) : 1.f;
+    if (raise) softmax.reference[r] = scaled_max;
+    softmax.sum[r] *= factors[r];
+  }
+  rescale_output(out, factors);
+}
+
+// The probabilities of the next block of scores, whose sums join the rows'. kFirst: it is the
+// first, and `out` is zero.
+template <typename T, bool kFirst, int kColTiles, int kOutTiles, typename KeptOf>
+__device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& softmax,
+                             const float (&scores)[1][kColTiles][4], float (&out)[1][kOutTiles][4],
+                             int lane, KeptOf kept_of_block) {
+  if constexpr (kFirst) {
+    float nothing[1][1][4] = {};
+    raise_references(softmax, {true, true}, scores, nothing);
+  }
+  float2 sums = exponentiate_scores<T>(p, softmax, scores, lane, kept_of_block);
+  if constexpr (!kFirst) {
+    const bool outgrown[2] = {!(sums.x <= kLargestSum), !(sums.y <= kLargestSum)};  // NaN too
+    if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
+      raise_references(softmax, outgrown, scores, out);
+      // (The shuffle, of its own lane, hides that the dropout mask has been computed before: it had
+      // better be computed once more than be remembered.)
+      sums = exponentiate_scores<T>(p, softmax, scores, __shfl_sync(0xffffffff, lane, lane),
+                                    kept_of_block);
+    }
+  }
+  softmax.sum[0] += sums.x;
+  softmax.sum[1] += sums.y;
+}
+
+}  // namespace flash::sm90
