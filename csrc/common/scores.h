@@ -11,7 +11,7 @@ namespace flash {
 
 // x = tanh(x) = 1 - 2 / (exp(2x) + 1), right to 1e-7 in absolute terms, which is what a soft cap
 // needs (tanh.approx has 5e-4). Four share one division: the special-function unit is the limit.
-// NaN stays NaN and does not spread.
+// NaN stays NaN and does not spread, but the last bit depends on all four.
 __device__ inline void fast_tanh(float (&x)[4]) {
   float y[4];  // exp(2x) + 1; 2^30 is as good as infinity, and four of them have a float's range
 #pragma unroll
@@ -38,20 +38,28 @@ struct ScoreTransform {
                   : params.alibi_slopes[batch * params.alibi_batch_stride + head]),
         shift(shift) {}
 
-  // `row` and `key` are those of the thread's first score. `on_softcap(m, n, j, derivative)` sees
-  // the derivative of the soft cap at each score.
-  // scores: (kRowTiles, kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
-  template <int kRowTiles, int kColTiles, typename OnSoftcap>
+  // `row` and `key` are those of the thread's first score. `mask_scores()` makes those of invisible
+  // keys -inf; it is left to the caller to do that once more. `on_softcap(m, n, j, derivative)`
+  // sees the derivative of the soft cap at each score. scores: (kRowTiles, kColTiles) accumulators
+  // of m16n8 (ptx/mma_sync.h)
+  template <int kRowTiles, int kColTiles, typename MaskScores, typename OnSoftcap>
   __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int row, int key,
-                        OnSoftcap on_softcap) const {
+                        MaskScores mask_scores, OnSoftcap on_softcap) const {
     // One loop for each option: a test inside would be a branch at every score.
     float factor = scale;
     if (softcap > 0.f) {
       const float inner = scale / softcap;
       for_each(scores, [&](float& score, int, int, int) { score *= inner; });
+      // Four of one row, none of them from beyond the sequence.
+      mask_scores();
 #pragma unroll
       for (int i = 0; i < kRowTiles * kColTiles; ++i) {
-        fast_tanh(scores[i / kColTiles][i % kColTiles]);
+        auto& tiles = scores[i / kColTiles];
+        const int n = i % kColTiles / 2 * 2, j = i % 2 * 2;
+        float four[4] = {tiles[n][j], tiles[n][j + 1], tiles[n + 1][j], tiles[n + 1][j + 1]};
+        fast_tanh(four);
+        tiles[n][j] = four[0], tiles[n][j + 1] = four[1];
+        tiles[n + 1][j] = four[2], tiles[n + 1][j + 1] = four[3];
       }
       for_each(scores, [&](float& score, int m, int n, int j) {
         on_softcap(m, n, j, 1.f - score * score);

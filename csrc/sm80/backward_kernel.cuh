@@ -221,16 +221,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       const int warp_m_begin = m_begin + row_s * kRowsS * 16;
       const int warp_n_begin = n_begin + col_s * kColsS * 8;
       float softcap_slope[kFull ? kRowsS : 1][kColsS][4];
+      const int first_row = warp_m_begin + lane / 4, first_key = warp_n_begin + lane % 4 * 2;
+      const auto mask_scores = [&] {
+        if (!mask.cuts(warp_m_begin, kRowsS * 16, warp_n_begin, kColsS * 8)) return;
+        const auto row_of = [&](int m, int half) { return first_row + m * 16 + half * 8; };
+        apply_mask(p, mask, row_of, first_key);
+      };
       if constexpr (kFull) {
-        transform.apply(p, warp_m_begin + lane / 4, warp_n_begin + lane % 4 * 2,
+        transform.apply(p, first_row, first_key, mask_scores,
                         [&](int m, int n, int j, float slope) { softcap_slope[m][n][j] = slope; });
       }
-      if (mask.cuts(warp_m_begin, kRowsS * 16, warp_n_begin, kColsS * 8)) {
-        const auto row_of = [&](int m, int half) {
-          return warp_m_begin + lane / 4 + m * 16 + half * 8;
-        };
-        apply_mask(p, mask, row_of, warp_n_begin + lane % 4 * 2);
-      }
+      mask_scores();
 #pragma unroll
       for (int r = 0; r < 2 * kRowsS; ++r) {
         const int row = row_s * kRowsS * 16 + r * 8 + lane / 4, j = r % 2 * 2;

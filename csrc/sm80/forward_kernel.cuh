@@ -221,10 +221,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
                                 lane);
     const int row = ptx::opaque(position);  // or the mask's bounds would occupy registers
     const int key = warp_n_begin + lane % 4 * 2;
-    if constexpr (kFull) transform.apply(scores, row, key, [](int, int, int, float) {});
-    if (mask.cuts(row - lane / 4, kTeamRows, n_begin, kBlockN)) {
-      apply_mask(scores, mask, [row](int m, int half) { return row + m * 16 + half * 8; }, key);
+    const auto mask_scores = [&] {
+      if (!mask.cuts(row - lane / 4, kTeamRows, n_begin, kBlockN)) return;
+      const auto row_of = [row](int m, int half) { return row + m * 16 + half * 8; };
+      apply_mask(scores, mask, row_of, key);
+    };
+    if constexpr (kFull) {
+      transform.apply(scores, row, key, mask_scores, [](int, int, int, float) {});
     }
+    mask_scores();
     float factors[2 * kRowTiles];
     if (raise_reference(softmax, scores, factors, team)) rescale_output(out, factors);
 

@@ -446,14 +446,15 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
       constexpr bool kFirst = decltype(first)::value;
       const int key = n + lane % 4 * 2;
       const int row = ptx::opaque(range.position);  // or what follows would occupy registers
+      const auto mask_scores = [&] {
+        if (n + kBlockN <= all_end && n >= all_begin) return;
+        const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
+        apply_mask(scores, range.mask, row_of, key);
+      };
       if constexpr (kFull) {
-        transform.apply(scores, row + first_row, key, [](int, int, int, float) {});
+        transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});
       }
-      if (n + kBlockN > all_end || n < all_begin) {
-        apply_mask(
-            scores, range.mask, [&](int, int half) { return row + query_of(first_row + half * 8); },
-            key);
-      }
+      mask_scores();
       if (kFull && dropout.enabled) {
         softmax_step<T, kFirst>(p, softmax, scores, out, lane, [&](int i, int lane) {
           return dropout.kept((range.m_begin + first_row) / 16, n / 16 + i, lane);

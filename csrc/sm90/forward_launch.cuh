@@ -20,9 +20,10 @@ constexpr int64_t kSectionBytes = 16 << 20;
 
 // Tiles for each SM in the last section, if heads have at least kMinBlocks of them and there is a
 // mask. Simulated for causal masks: with 4 the SMs are busy 97 to 99 % of the time, with the other
-// sections' number 86 to 97 %.
+// sections' number 86 to 97 %. But not larger than so many of those, for the cache's sake.
 constexpr int kLastTiles = 4;
 constexpr int kMinBlocks = 6;
+constexpr int kLastSections = 3;
 
 // Longest K for which tiles under a mask are drawn before they are wanted.
 constexpr int kDrawEarlyKeys = 2048;
@@ -55,15 +56,16 @@ Schedule make_schedule(const ForwardParams& params) {
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   const int64_t head_bytes = int64_t{2} * params.seqlen_k * (params.headdim + params.headdim_v);
-  const int64_t kv_heads = int64_t{1} * params.batch * params.nheads_kv;
-  const auto heads_of = [&](int64_t sections) {
-    return static_cast<int>(std::clamp<int64_t>(sections, 1, kv_heads) * schedule.heads_of_kv);
+  const int64_t all_heads_kv = int64_t{1} * params.batch * params.nheads_kv;
+  const auto heads_of = [&](int64_t heads_kv) {
+    return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv);
   };
   schedule.section = heads_of(masked ? kSectionBytes / head_bytes : 1);
   const int64_t last_tiles =
       masked && schedule.m_blocks >= kMinBlocks ? int64_t{kLastTiles} * multiprocessors() : 1;
   schedule.last_section =
-      heads_of(last_tiles / (int64_t{1} * schedule.m_blocks * schedule.heads_of_kv) + 1);
+      std::min(heads_of(last_tiles / (int64_t{1} * schedule.m_blocks * schedule.heads_of_kv) + 1),
+               heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv));
   // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
   // they had better not be reserved for a busy thread block.
   schedule.draw_early = !masked || params.seqlen_k <= kDrawEarlyKeys;
