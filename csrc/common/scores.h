@@ -46,7 +46,6 @@ struct ScoreTransform {
   __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int row, int key,
                         MaskScores mask_scores, OnSoftcap on_softcap) const {
     // One loop for each option: a test inside would be a branch at every score.
-    float factor = scale;
     if (softcap > 0.f) {
       const float inner = scale / softcap;
       for_each(scores, [&](float& score, int, int, int) { score *= inner; });
@@ -64,23 +63,15 @@ struct ScoreTransform {
       for_each(scores, [&](float& score, int m, int n, int j) {
         on_softcap(m, n, j, 1.f - score * score);
       });
-      factor = softcap;
-    }
-    // Distances times the slope. The sign of the slope is kept aside: it is not in |distance|.
-    const float steep = fabsf(slope), bias = steep * static_cast<float>(key - row - shift);
-    const auto distance = [=](int m, int n, int j) {
-      return fabsf(fmaf(steep, static_cast<float>(n * 8 + j % 2 - m * 16 - j / 2 * 8), bias));
-    };
-    if (slope > 0.f) {
-      for_each(scores, [&](float& score, int m, int n, int j) {
-        score = fmaf(score, factor, -distance(m, n, j));
-      });
-    } else if (slope < 0.f) {
-      for_each(scores, [&](float& score, int m, int n, int j) {
-        score = fmaf(score, factor, distance(m, n, j));
-      });
+      for_each(scores, [&](float& score, int, int, int) { score *= softcap; });
     } else {
-      for_each(scores, [&](float& score, int, int, int) { score *= factor; });
+      for_each(scores, [&](float& score, int, int, int) { score *= scale; });
+    }
+    if (slope != 0.f) {
+      const auto distance = static_cast<float>(key - row - shift);  // of the first score
+      for_each(scores, [&](float& score, int m, int n, int j) {
+        score -= slope * fabsf(distance + static_cast<float>(n * 8 + j % 2 - m * 16 - j / 2 * 8));
+      });
     }
   }
 

@@ -54,7 +54,7 @@ CUtensorMap encode_tensor_map(const void* data, int cols, const MapDim (&dims)[k
   const CUresult result = tensor_map_encoder()(
       &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kDims + 1, const_cast<void*>(data), sizes, strides,
       box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     std::ostringstream message;
     message << "cuTensorMapEncodeTiled: error " << result << " for address " << data << ", " << cols
