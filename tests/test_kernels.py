@@ -54,6 +54,7 @@ import flash_attn
 from flash_attn import _arguments, _backends
 from flash_attn._backends import cuda
 from flash_attn._backends.philox import dropout_keep_mask
+from flash_attn._ops import _flash_attn_varlen_forward
 
 pytestmark = pytest.mark.gpu
 
@@ -372,6 +373,21 @@ def forward_with(problem: Attention, rng_state: Tensor) -> Tensor:
     options = (problem.dropout_p, problem.scale, False, -1, -1, 0.0, False)
     attention = _arguments.dense(q, k, v, _arguments.options(*options))
     return _backends.forward(attention, rng_state, False)[0]
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_rows_of_no_sequence_are_cleared(device, headdim):
+    """Before the first sequence, behind the last and beyond the longest length."""
+    q, k, v = (randn(1200, 4, headdim, dtype=torch.bfloat16, device=device) for _ in range(3))
+    bounds = int32([7, 207, 207, 357], device)
+    out = torch.full_like(q, NAN)
+    _, lse, *_ = _flash_attn_varlen_forward(
+        q, k, v, bounds, bounds, 128, 200, 0.0, None, False, out=out
+    )
+    inside = torch.zeros(len(q), dtype=torch.bool, device=device)
+    inside[7:135] = inside[207:335] = True
+    assert out[inside].isfinite().all() and lse[:, inside].isfinite().all()
+    assert (out[~inside] == 0).all() and (lse[:, ~inside] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,6 +1,8 @@
-// From Q K^T to scores: S = scale * Q K^T, soft-capped, biased by ALiBi.
+// From Q K^T to scores: S = scale * Q K^T, soft-capped, biased by ALiBi. They are kept in units of
+// the soft cap or, without one, of the scale: the softmax multiplies by it at no cost.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "common/softmax.h"
@@ -8,6 +10,13 @@
 #include "ptx/special_functions.h"
 
 namespace flash {
+
+// What turns scores into exponents of 2. A scale of zero would turn the -inf of a masked score into
+// NaN; the least scale gives all visible keys equal weight, as zero, and leaves room for ALiBi.
+__host__ __device__ inline float unit_log2(const AttentionParams& params) {
+  constexpr float kLeast = 0x1p-100f;
+  return fmaxf((params.softcap > 0.f ? params.softcap : params.softmax_scale) * kLog2e, kLeast);
+}
 
 // x = tanh(x) = 1 - 2 / (exp(2x) + 1), right to 1e-7 in absolute terms, which is what a soft cap
 // needs (tanh.approx has 5e-4). Four share one division: the special-function unit is the limit.
@@ -27,21 +36,21 @@ __device__ inline void fast_tanh(float (&x)[4]) {
 // The scores of one head of one sequence.
 struct ScoreTransform {
   float scale, softcap;
-  float slope;  // of ALiBi; 0 without
+  float slope;  // of ALiBi, in units of the scores; 0 without
   int shift;    // query i stands at key i + shift
 
   __device__ ScoreTransform(const AttentionParams& params, int batch, int head, int shift)
-      : scale(params.softmax_scale),
-        softcap(params.softcap),
-        slope(params.alibi_slopes == nullptr
-                  ? 0.f
-                  : params.alibi_slopes[batch * params.alibi_batch_stride + head]),
-        shift(shift) {}
+      : scale(params.softmax_scale), softcap(params.softcap), slope(0.f), shift(shift) {
+    if (params.alibi_slopes == nullptr) return;
+    slope = params.alibi_slopes[batch * params.alibi_batch_stride + head] *
+            __fdividef(kLog2e, unit_log2(params));
+    slope = fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // infinity times distance 0 would be NaN
+  }
 
-  // `row` and `key` are those of the thread's first score. `mask_scores()` makes those of invisible
-  // keys -inf; it is left to the caller to do that once more. `on_softcap(m, n, j, derivative)`
-  // sees the derivative of the soft cap at each score. scores: (kRowTiles, kColTiles) accumulators
-  // of m16n8 (ptx/mma_sync.h)
+  // Of Q K^T. `row` and `key` are those of the thread's first score. `mask_scores()` makes those of
+  // invisible keys -inf; it is left to the caller to do that once more. `on_softcap(m, n, j,
+  // derivative)` sees the derivative of the soft cap at each score. scores: (kRowTiles, kColTiles)
+  // accumulators of m16n8 (ptx/mma_sync.h)
   template <int kRowTiles, int kColTiles, typename MaskScores, typename OnSoftcap>
   __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int row, int key,
                         MaskScores mask_scores, OnSoftcap on_softcap) const {
@@ -63,9 +72,6 @@ struct ScoreTransform {
       for_each(scores, [&](float& score, int m, int n, int j) {
         on_softcap(m, n, j, 1.f - score * score);
       });
-      for_each(scores, [&](float& score, int, int, int) { score *= softcap; });
-    } else {
-      for_each(scores, [&](float& score, int, int, int) { score *= scale; });
     }
     if (slope != 0.f) {
       const auto distance = static_cast<float>(key - row - shift);  // of the first score

@@ -17,13 +17,6 @@ constexpr float kLn2 = 0.6931471805599453f;
 // probabilities until the end stays below 2^8, far from the largest float16.
 constexpr float kRescaleThreshold = 8.f;
 
-// What turns scores that are still without their scale into exponents of 2. A scale of zero would
-// turn the -inf of a masked score into NaN; the smallest normal float gives all visible keys equal
-// weight, as zero.
-inline float log2_scale(float softmax_scale) {
-  return softmax_scale * kLog2e > FLT_MIN ? softmax_scale * kLog2e : FLT_MIN;
-}
-
 // Reductions over the four lanes that share the rows of an mma accumulator.
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
@@ -60,7 +53,7 @@ template <int kRowTiles>
 struct SoftmaxState {
   static constexpr int kRows = 2 * kRowTiles;
 
-  float scale_log2;  // turns scores into exponents of 2: log2_scale
+  float scale_log2;  // turns scores into exponents of 2: unit_log2
   // What the exponents of 2 are relative to; one value in the whole quad. It starts finite, so that
   // a row without a visible key meets no -inf - -inf.
   float reference[kRows];

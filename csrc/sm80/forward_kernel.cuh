@@ -192,8 +192,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   float out[kRowTiles][kOutTiles][4] = {};
   float sinks[2 * kRowTiles];
   for (float& sink : sinks) sink = params.s_aux == nullptr ? -INFINITY : params.s_aux[head];
-  SoftmaxState<kRowTiles> softmax(kFull ? kLog2e : scale_log2, sinks,
-                                  lane % 4 == 0 && team.rank == 0);
+  SoftmaxState<kRowTiles> softmax(scale_log2, sinks, lane % 4 == 0 && team.rank == 0);
   const ScoreTransform transform(params, batch, head, mask.shift);
   const Dropout dropout(params, batch, head);
 

@@ -8,12 +8,18 @@
 #include <string>
 
 #include "common/cuda_check.h"
+#include "common/gaps.h"
 #include "common/launch.h"
 #include "common/mask.h"
 #include "params.h"
 #include "sm80/forward_kernel.cuh"
 
 namespace flash::sm80 {
+
+template <typename T>
+__global__ void clear_gaps_kernel(const __grid_constant__ ForwardParams params) {
+  clear_gaps<T>(params, blockIdx.x, gridDim.x, threadIdx.x);
+}
 
 template <typename Config>
 void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
@@ -24,7 +30,11 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const float scale_log2 = log2_scale(params.softmax_scale);
+  const float scale_log2 = unit_log2(params);
+  if (params.cu_seqlens_q != nullptr) {
+    clear_gaps_kernel<typename Config::T><<<8 * multiprocessors(), 32, 0, stream>>>(params);
+    check_cuda(cudaGetLastError(), "launch of the sm80 kernel for rows of no sequence");
+  }
   const int num_m_blocks = (params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
     for (int m_block = 0; m_block < num_m_blocks; m_block += kMaxGrid) {

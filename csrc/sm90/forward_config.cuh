@@ -103,7 +103,8 @@ struct ForwardConfig {
     uint64_t k_full[kStages], k_empty[kStages];
     uint64_t v_full[kStages], v_empty[kStages];
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
-    uint64_t tile_full[kTileSlots], tile_empty[kTileSlots], tile_wanted;
+    uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+    uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
     Tile tiles[kTileSlots];
   };
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);

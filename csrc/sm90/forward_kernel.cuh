@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "common/dropout.h"
+#include "common/gaps.h"
 #include "common/mask.h"
 #include "common/pack.h"
 #include "common/scores.h"
@@ -68,30 +69,55 @@ __device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
   if (lane == 0) arrive(barrier);
 }
 
-// One tile: queries m_begin .. m_end - 1 and the keys that one of them sees, n_begin .. n_end - 1.
-// If there is no tile, anything.
-template <int kBlockN>
+// One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some. If
+// there is no tile, anything.
+template <typename Config>
 struct TileRange {
+  static constexpr int kBlockN = Config::kBlockN;
+
   Sequence sequence;
   int m_begin, m_end;
-  int position;        // of query m_begin among the keys
-  Mask mask;           // of positions: its shift is 0
-  int n_begin, n_end;  // n_begin is a multiple of kBlockN; n_begin >= n_end: none
+  int position;  // of query m_begin among the keys
+  Mask mask;     // of positions: its shift is 0
+  // First keys, multiples of kBlockN: of the first and the last block, and of those that are taken
+  // first and last. n_last < n_first: there is none.
+  int n_first, n_last, n_start, n_end;
 
   __device__ TileRange(const ForwardParams& params, const Schedule& schedule, const Tile& tile)
       : sequence(params, max(tile.batch, 0)),
         m_begin(tile.m_block * schedule.rows),
         m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
         position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
-        mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
-        n_begin(mask.first_key(position) / kBlockN * kBlockN),
-        n_end(mask.end_key(position + m_end - m_begin - 1)) {}
+        mask{sequence.seqlen_k, 0, params.window_left, params.window_right} {
+    const int last_position = position + m_end - m_begin - 1;
+    const int begin = mask.first_key(position), end = mask.end_key(last_position);
+    n_first = begin / kBlockN * kBlockN;
+    n_last = begin < end ? (end - 1) / kBlockN * kBlockN : n_first - kBlockN;
+    n_start = n_last;
+    n_end = n_first;
+    if (Config::kFeatures == FeatureSet::kFull && params.alibi_slopes != nullptr) {
+      // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
+      n_start = min(max(n_first, last_position / kBlockN * kBlockN), n_last);
+      if (n_start < n_last) n_end = n_start + kBlockN;
+    }
+  }
 
-  __device__ bool has_keys() const { return n_begin < n_end; }
+  __device__ bool has_keys() const { return n_first <= n_last; }
 
-  // First key of the block that is taken first; before n_begin if there is none.
-  __device__ int last_block() const {
-    return has_keys() ? (n_end - 1) / kBlockN * kBlockN : n_begin - kBlockN;
+  // The block that is taken after the one at n: the one before it, at last those behind the start.
+  __device__ int next_block(int n) const {
+    return Config::kFeatures == FeatureSet::kFull && n == n_first ? n_last : n - kBlockN;
+  }
+
+  // Calls function(n) for each block.
+  template <typename Function>
+  __device__ void for_each_block(Function function) const {
+    if (!has_keys()) return;
+#pragma unroll 1
+    for (int n = n_start;; n = next_block(n)) {
+      function(n);
+      if (n == n_end) return;
+    }
   }
 };
 
@@ -177,10 +203,10 @@ template <typename Config>
 __device__ void clear_tail(typename Config::T* tile, int valid_rows, int lane) {
   constexpr int kChunks = kBoxCols / 8;  // of a row of a part
 #pragma unroll 1
-  for (int part = 0; part < kParts<Config::kHeadDimV>; ++part) {
-    auto* const rows = reinterpret_cast<uint4*>(tile + part * Config::kBlockN * kBoxCols);
-#pragma unroll 1
-    for (int i = valid_rows * kChunks + lane; i < Config::kBlockN * kChunks; i += 32) {
+  for (int i = valid_rows * kChunks + lane; i < Config::kBlockN * kChunks; i += 32) {
+#pragma unroll
+    for (int part = 0; part < kParts<Config::kHeadDimV>; ++part) {
+      auto* const rows = reinterpret_cast<uint4*>(tile + part * Config::kBlockN * kBoxCols);
       rows[i] = make_uint4(0, 0, 0, 0);
     }
   }
@@ -246,47 +272,41 @@ struct Producer {
   }
 };
 
-// Loads Q of each tile and its keys, block by block from the last to the first, and wants the next
-// tile when the last of them are loaded. Q comes behind the first keys, which need not wait for the
-// last tile to be done.
+// Loads Q of each tile and its keys, block by block, and wants the next tile when the last of them
+// are loaded. Q comes behind the first keys, which need not wait for the last tile to be done.
 template <typename Config>
 __device__ void produce_keys(Producer<Config> producer) {
-  constexpr int kBlockN = Config::kBlockN;
   auto& shared = producer.shared;
   const int lane = producer.lane;
   Ring<kTileSlots> tile_ring;
   for (;;) {
     const Tile tile = receive_tile(shared, tile_ring, lane);
     if (tile.batch < 0) break;
-    const TileRange<kBlockN> range(producer.params, producer.schedule, tile);
+    const TileRange<Config> range(producer.params, producer.schedule, tile);
     if (!range.has_keys()) arrive_of_warp(shared.tile_wanted, lane);
-    for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
+    range.for_each_block([&](int n) {
       producer.load_k(tile, range.sequence, n);
-      if (n == range.n_begin) arrive_of_warp(shared.tile_wanted, lane);
-      if (n + kBlockN >= range.n_end) producer.load_q(tile, range.sequence, range.m_begin);
-    }
+      if (n == range.n_end) arrive_of_warp(shared.tile_wanted, lane);
+      if (n == range.n_start) producer.load_q(tile, range.sequence, range.m_begin);
+    });
   }
 }
 
 // Loads the values of the same blocks.
 template <typename Config>
 __device__ void produce_values(Producer<Config> producer) {
-  constexpr int kBlockN = Config::kBlockN;
   Ring<kTileSlots> tile_ring;
   for (;;) {
     const Tile tile = receive_tile(producer.shared, tile_ring, producer.lane);
     if (tile.batch < 0) break;
-    const TileRange<kBlockN> range(producer.params, producer.schedule, tile);
-    for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
-      producer.load_v(tile, range.sequence, n);
-    }
+    const TileRange<Config> range(producer.params, producer.schedule, tile);
+    range.for_each_block([&](int n) { producer.load_v(tile, range.sequence, n); });
   }
 }
 
 // The work of all three in one warp.
 template <typename Config>
 __device__ void produce_all(Producer<Config> producer, int stream) {
-  constexpr int kBlockN = Config::kBlockN;
   TileScheduler scheduler(producer.params, producer.schedule, stream * gridDim.x + blockIdx.x,
                           Config::kStreams * gridDim.x, producer.lane);
   Ring<kTileSlots> tile_ring;
@@ -294,18 +314,18 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
     const Tile tile = scheduler.tile();
     send_tile(producer.shared, tile, tile_ring, producer.lane);
     if (tile.batch < 0) return;
-    const TileRange<kBlockN> range(producer.params, producer.schedule, tile);
-    for (int n = range.last_block(); n >= range.n_begin; n -= kBlockN) {
+    const TileRange<Config> range(producer.params, producer.schedule, tile);
+    range.for_each_block([&](int n) {
       producer.load_k(tile, range.sequence, n);
-      if (n + kBlockN >= range.n_end) producer.load_q(tile, range.sequence, range.m_begin);
+      if (n == range.n_start) producer.load_q(tile, range.sequence, range.m_begin);
       producer.load_v(tile, range.sequence, n);
-    }
+    });
   }
 }
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// Ids of named barriers: a turn for each consumer warpgroup of each stream.
+// Ids of named barriers: a turn for each consumer warpgroup.
 enum NamedBarrier { kTurn = 1 };
 
 // Starts S = Q K^T. q, k: descriptors of (kParts<kHeadDim>, rows, kBoxCols), of kBlockM rows from
@@ -382,31 +402,36 @@ __device__ void store_row(T* row, int cols, const float (&out)[kOutTiles][4], in
 
 template <typename Config>
 __device__ void consume(const ForwardParams& params, const Schedule& schedule, float scale_log2,
-                        typename Config::SharedStorage& shared, int stream, int warpgroup) {
+                        typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kColTiles = kBlockN / 8, kOutTiles = Config::kHeadDimV / 8;
-  const int turns = kTurn + stream * Config::kConsumers;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
   // (The compiler shall know that a stage is the same in all lanes.)
-  const auto q_descriptor = [&](int stage) {
+  const auto q_at = [&](int stage) {
     return ptx::wgmma_descriptor(
         shared_address(shared.q[warp_uniform(stage)]) + warpgroup * kWarpgroupRows * kPartBytes, 0);
   };
-  const auto k_descriptor = [&](int stage) {
+  const auto k_at = [&](int stage) {
     return ptx::wgmma_descriptor(shared_address(shared.k[warp_uniform(stage)]), 0);
   };
-  const auto v_descriptor = [&](int stage) {
+  const auto v_at = [&](int stage) {
     return ptx::wgmma_descriptor(shared_address(shared.v[warp_uniform(stage)]),
                                  kBlockN * kPartBytes);
   };
 
-  // Whoever holds its turn issues matmuls while the others are at their softmax.
-  const auto take_turn = [&] { ptx::bar_sync(turns + warpgroup, 2 * kWarpgroup); };
-  const auto pass_turn = [&](int to) { ptx::bar_arrive(turns + to, 2 * kWarpgroup); };
+  // Whoever holds its turn issues matmuls while the others are at their softmax. Two streams mix by
+  // themselves.
+  constexpr bool kTurns = Config::kStreams == 1;
+  const auto take_turn = [&] {
+    if (kTurns) ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup);
+  };
+  const auto pass_turn = [&](int to) {
+    if (kTurns) ptx::bar_arrive(kTurn + to, 2 * kWarpgroup);
+  };
   const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
   if (next_warpgroup == 0) pass_turn(0);
 
@@ -414,21 +439,23 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
   Ring<Config::kQStages> q_ring;
   Ring<kTileSlots> tile_ring;
   float scores[1][kColTiles][4];
-  bool started = false;  // the tile's first scores are there already
-  Tile tile = receive_tile(shared, tile_ring, lane);
-  TileRange<kBlockN> range(params, schedule, tile);
-  while (tile.batch >= 0) {
-    // Rows of a tile are queries of `group` heads, heads fastest.
-    const auto query_of = [&](int row) {  // from the tile's first query on
-      return static_cast<int>(row * schedule.group_reciprocal >> 16);
-    };
+  // Rows of a tile are queries of `group` heads, heads fastest.
+  const auto query_of = [&](int row) {  // from the tile's first query on
+    return static_cast<int>(row * schedule.group_reciprocal >> 16);
+  };
+  const int first_query = query_of(warpgroup * kWarpgroupRows);
+  const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
+  for (;;) {
+    const Tile tile = receive_tile(shared, tile_ring, lane);
+    if (tile.batch < 0) break;
+    const TileRange<Config> range(params, schedule, tile);
     const auto head_of = [&](int row) {
       return (tile.head - query_of(row)) * schedule.group + row;
     };
     // Of the warpgroup's queries, one sees keys up to seen_end, all see all_begin .. all_end - 1.
-    const int first = range.position + query_of(warpgroup * kWarpgroupRows);
-    const int last = range.position + query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
-    const int seen_end = range.mask.end_key(last);
+    const bool has_queries = warp_uniform(range.m_begin + first_query) < range.m_end;
+    const int first = range.position + first_query, last = range.position + last_query;
+    const int seen_end = has_queries ? range.mask.end_key(last) : 0;
     const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
 
     float out[1][kOutTiles][4] = {};
@@ -438,7 +465,7 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
       sinks[0] = params.s_aux[min(head_of(first_row), params.nheads - 1)];
       sinks[1] = params.s_aux[min(head_of(first_row + 8), params.nheads - 1)];
     }
-    SoftmaxState<1> softmax(kFull ? kLog2e : scale_log2, sinks, lane % 4 == 0);
+    SoftmaxState<1> softmax(scale_log2, sinks, lane % 4 == 0);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     const Dropout dropout(params, tile.batch, tile.head);
     uint32_t p[kColTiles / 2][4];
@@ -466,9 +493,9 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
     };
 
     const auto begin_scores = [&](Ring<Config::kStages> k) {
-      start_scores<Config>(scores[0], q_descriptor(q_ring.place()), k_descriptor(k.place()));
+      start_scores<Config>(scores[0], q_at(q_ring.place()), k_at(k.place()));
     };
-    const auto begin_output = [&] { start_output<Config>(out[0], p, v_descriptor(ring.place())); };
+    const auto begin_output = [&] { start_output<Config>(out[0], p, v_at(ring.place())); };
     const auto wait_for_k = [&](Ring<Config::kStages> k) {
       wait(shared.k_full[k.place()], k.phase());
     };
@@ -477,6 +504,9 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
     const auto release_k = [&](Ring<Config::kStages> k) {
       arrive_of_warp(shared.k_empty[k.place()], lane);
     };
+    const auto release_q = [&] { arrive_of_warp(shared.q_empty[q_ring.place()], lane); };
+    // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
+    constexpr bool kReleaseQEarly = Config::kQStages == 1;
     const auto release_v = [&] { arrive_of_warp(shared.v_empty[ring.place()], lane); };
 
     float factors[2];
@@ -509,31 +539,35 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
       }
     };
 
-    Tile next;
-    if (range.has_keys()) {
-      int n = range.last_block();
-      if (!started) {
+    int n = range.n_start;
+    bool more = range.has_keys();
+    // Around a diagonal a warpgroup may see none of the first blocks. Without queries it sees none.
+    while (more && n >= seen_end) {
+      more = n != range.n_end;
+      wait_for_k(ring);
+      release_k(ring);
+      if (!more) {
         wait_for_q();
-        wait_for_k(ring);
-        begin_scores(ring);
-        ptx::wgmma_wait<0>(scores[0]);
-        release_k(ring);
+        release_q();
       }
-      // Around a diagonal a warpgroup may see none of the last keys.
-      for (; n >= seen_end && n > range.n_begin; n -= kBlockN) {
-        wait_for_v();
-        release_v();
-        wait_for_k(ring.next());
-        take_turn();
-        begin_scores(ring.next());
-        pass_turn(next_warpgroup);
-        ptx::wgmma_wait<0>(scores[0]);
-        release_k(ring.next());
-        ring.advance();
-      }
+      wait_for_v();
+      release_v();
+      take_turn();
+      pass_turn(next_warpgroup);
+      ring.advance();
+      n = range.next_block(n);
+    }
+    if (more) {
+      wait_for_q();
+      wait_for_k(ring);
+      begin_scores(ring);
+      ptx::wgmma_wait<0>(scores[0]);
+      release_k(ring);
+      if (kReleaseQEarly && n == range.n_end) release_q();
       softmax_block(std::true_type(), n);
       // Each step: the scores of the next block of keys, and the output of this one.
-      for (n -= kBlockN; n >= range.n_begin; n -= kBlockN) {
+      while (n != range.n_end) {
+        n = range.next_block(n);
         wait_for_v();
         wait_for_k(ring.next());
         take_turn();
@@ -542,50 +576,27 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
         pass_turn(next_warpgroup);
         ptx::wgmma_wait<1>(scores[0]);
         release_k(ring.next());
+        if (kReleaseQEarly && n == range.n_end) release_q();
         ptx::wgmma_wait<0>(out[0]);
         release_v();
         ring.advance();
         softmax_block(std::false_type(), n);
       }
-      arrive_of_warp(shared.q_empty[q_ring.place()], lane);
-      q_ring.advance();
-      next = receive_tile(shared, tile_ring, lane);
-      const TileRange<kBlockN> next_range(params, schedule, next);
-      started = next.batch >= 0 && next_range.has_keys();
+      if (!kReleaseQEarly) release_q();
       wait_for_v();
-      if (started) {
-        // The output leaves beside the first scores of the next tile.
-        take_turn();
-        begin_output();
-        wait_for_q();
-        wait_for_k(ring.next());
-        begin_scores(ring.next());
-        pass_turn(next_warpgroup);
-        finish_softmax();
-        ptx::wgmma_wait<1>(out[0]);
-        release_v();
-        store_output();
-        ptx::wgmma_wait<0>(scores[0]);
-        release_k(ring.next());
-      } else {
-        take_turn();
-        begin_output();
-        pass_turn(next_warpgroup);
-        finish_softmax();
-        ptx::wgmma_wait<0>(out[0]);
-        release_v();
-        store_output();
-      }
+      take_turn();
+      begin_output();
+      pass_turn(next_warpgroup);
+      finish_softmax();
+      ptx::wgmma_wait<0>(out[0]);
+      release_v();
       ring.advance();
-      range = next_range;
-    } else {
+      store_output();
+    } else if (has_queries) {
       finish_softmax();
       store_output();
-      next = receive_tile(shared, tile_ring, lane);
-      range = TileRange<kBlockN>(params, schedule, next);
-      started = false;
     }
-    tile = next;
+    if (range.has_keys()) q_ring.advance();
   }
 }
 
@@ -629,7 +640,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warp < kStreams * kConsumerWarps) {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     const int stream = warp / kConsumerWarps;
-    consume<Config>(params, schedule, scale_log2, shared_of_stream[stream], stream,
+    consume<Config>(params, schedule, scale_log2, shared_of_stream[stream],
                     warp % kConsumerWarps / 4);
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
@@ -642,6 +653,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (helper == 2) produce_values(producer);
     } else {
       if (helper < kStreams) produce_all(producer, helper);
+    }
+    if (helper == 3 && params.cu_seqlens_q != nullptr) {
+      clear_gaps<typename Config::T>(params, blockIdx.x, gridDim.x, lane);
     }
   }
 }

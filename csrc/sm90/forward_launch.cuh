@@ -30,8 +30,9 @@ constexpr int kDrawEarlyKeys = 2048;
 
 // Queries of a sequence from which the tiles for long ones are taken.
 constexpr int long_from(int headdim, int headdim_v, bool masked) {
-  if (headdim == 96) return masked ? 4096 : 2048;
-  return headdim == 128 || (masked && headdim_v == headdim) ? 2048 : 1024;
+  if (headdim == 96) return masked ? 4096 : 1024;
+  if (headdim == 128) return 512;
+  return (masked ? 1024 : 512) * (headdim_v == 128 ? 1 : 2);
 }
 
 // All heads of a group share a tile if that saves tiles: with one query a tile is nearly empty.
@@ -120,7 +121,7 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
           : schedule.heads * (params.total_q / schedule.rows + int64_t{1} * params.batch);
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
   kKernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(
-      params, make_maps<Config>(params, schedule), schedule, log2_scale(params.softmax_scale));
+      params, make_maps<Config>(params, schedule), schedule, unit_log2(params));
   check_cuda(cudaGetLastError(), "launch of the sm90 forward kernel");
 }
 

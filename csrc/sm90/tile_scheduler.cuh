@@ -22,7 +22,7 @@ struct Schedule {
   int last_section;  // heads of the last one, whose short tiles keep all SMs busy to the end
   int tiles;         // in all, if sequences are dense
   int key_box_rows;  // keys that one box of the copy engine holds; divides kBlockN
-  bool draw_early;   // the next tile is drawn before it is wanted
+  bool draw_early;   // with one stream: the next tile is drawn before it is wanted
   bool clear_tail;   // there may be anything but zeros behind a sequence's last value
 };
 

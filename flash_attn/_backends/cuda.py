@@ -154,9 +154,6 @@ def forward(
     if out is None:
         out = q.new_empty(*problem.out_shape)
     lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
-    if problem.cu_seqlens_q is not None:  # kernels leave alone the rows of no sequence
-        out.zero_()
-        lse.fill_(-torch.inf)
     if table is not None and problem.cu_seqlens_k is not None:
         common = common._replace(cu_seqlens_k=None, seqused_k=_lengths_in_pages(problem))
     _C.forward(  # by position: names take 2 us
