@@ -375,6 +375,19 @@ def forward_with(problem: Attention, rng_state: Tensor) -> Tensor:
     return _backends.forward(attention, rng_state, False)[0]
 
 
+@pytest.mark.parametrize("scale", [None, 0.0])
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_alibi_on_both_sides_of_the_diagonal(device, mask, headdim, scale):
+    """Over many blocks of keys; sequences end within one, queries stand before all keys."""
+    slopes = torch.tensor([0.01, 0.1, 0.5, 3.0], device=device)
+    options = MASKS[mask] | {"softmax_scale": scale, "alibi_slopes": slopes}
+    seqlens_q, seqlens_k = [300, 600, 5, 290], [700, 300, 400, 290]
+    sizes = (4, 2, headdim)
+    problem = varlen(seqlens_q, seqlens_k, *sizes, dtype=torch.bfloat16, device=device, **options)
+    check(problem, backward=False)
+
+
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_rows_of_no_sequence_are_cleared(device, headdim):
     """Before the first sequence, behind the last and beyond the longest length."""

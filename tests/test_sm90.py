@@ -196,9 +196,16 @@ def many_tiles_of_sequences(device: str, headdim: int = 128, **options: Any) -> 
     return varlen(seqlens_q, seqlens_k, *sizes, dtype=torch.bfloat16, device=device, **options)
 
 
+def long_sequences(device: str, headdim: int = 128, **options: Any) -> Attention:
+    """In the tiles for long ones; the last of each leaves warpgroups without queries."""
+    sizes = (16, 4, headdim)
+    seqlens = [600, 530, 770], [400, 530, 790]
+    return varlen(*seqlens, *sizes, dtype=torch.bfloat16, device=device, **options)
+
+
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("problem", [many_tiles, many_tiles_of_sequences])
+@pytest.mark.parametrize("problem", [many_tiles, many_tiles_of_sequences, long_sequences])
 def test_thread_blocks_take_several_tiles(device, problem, mask, headdim):
     """Each tile once, whatever the order: the same bits again, and the counter is left zero."""
     problem = problem(device, headdim, **MASKS[mask])

@@ -54,6 +54,7 @@ struct ScoreTransform {
   template <int kRowTiles, int kColTiles, typename MaskScores, typename OnSoftcap>
   __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int row, int key,
                         MaskScores mask_scores, OnSoftcap on_softcap) const {
+    if (softcap <= 0.f && slope == 0.f) return;
     // One loop for each option: a test inside would be a branch at every score.
     if (softcap > 0.f) {
       const float inner = scale / softcap;

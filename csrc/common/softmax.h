@@ -82,17 +82,25 @@ struct SoftmaxState {
     sum[r] += p;
     return p;
   }
+
+  // Raises row r's reference, if `raise`; returns what the row's output is to be multiplied by.
+  __device__ float raise_reference(bool raise, int r, float scaled_max) {
+    const float factor = raise ? ptx::ex2(reference[r] - scaled_max) : 1.f;
+    if (raise) reference[r] = scaled_max;
+    sum[r] *= factor;
+    return factor;
+  }
 };
 
-// Takes notice of the next block of scores: where their maximum has outgrown a row's reference, the
+// Looks for the maxima of the next block of scores: where one has outgrown a row's reference, the
 // reference rises and the sum is rescaled to it. Whether any row of the team did; then `out` wants
 // rescale_output with the factors. The exponentials are left to `exponentiate`.
 // scores: (kRowTiles, kScoreTiles) accumulators of m16n8
 // team: the lanes that share rows
 template <int kRowTiles, int kScoreTiles, typename Team>
-__device__ bool raise_reference(SoftmaxState<kRowTiles>& state,
-                                const float (&scores)[kRowTiles][kScoreTiles][4],
-                                float (&factors)[2 * kRowTiles], const Team& team) {
+__device__ bool follow_maxima(SoftmaxState<kRowTiles>& state,
+                              const float (&scores)[kRowTiles][kScoreTiles][4],
+                              float (&factors)[2 * kRowTiles], const Team& team) {
   constexpr int kRows = 2 * kRowTiles;
   float row_max[kRows];  // of this lane's scores, later of the whole row
   bool outgrown = false;
@@ -110,13 +118,9 @@ __device__ bool raise_reference(SoftmaxState<kRowTiles>& state,
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float scaled_max = row_max[r] * state.scale_log2;
-    factors[r] = 1.f;
     // Each row decides for itself, so that its result does not depend on its neighbours.
-    if (scaled_max - state.reference[r] > kRescaleThreshold) {
-      factors[r] = ptx::ex2(state.reference[r] - scaled_max);
-      state.reference[r] = scaled_max;
-      state.sum[r] *= factors[r];
-    }
+    const bool raise = scaled_max - state.reference[r] > kRescaleThreshold;
+    factors[r] = state.raise_reference(raise, r, scaled_max);
   }
   return true;
 }

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
     mask_scores();
     float factors[2 * kRowTiles];
-    if (raise_reference(softmax, scores, factors, team)) rescale_output(out, factors);
+    if (follow_maxima(softmax, scores, factors, team)) rescale_output(out, factors);
 
     ptx::cp_async_wait_all();
     __syncthreads();  // V has arrived; every warp is done with K

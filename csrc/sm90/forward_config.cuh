@@ -38,8 +38,9 @@ constexpr bool operator==(const ForwardTile& a, const ForwardTile& b) {
 // 192 in three where the output is narrow enough, which reads K and V less often. Where a tile
 // needs few registers, two streams of tiles, which know nothing of each other: what one does at the
 // ends of a tile, when its warps wait for each other, is hidden behind the other's. `is_long`:
-// forward_launch.cuh. TFLOP/s on an H200 in bf16, 16384 tokens, full / causal, to be compared
-// within one comment; docs/design-notes.md has more.
+// forward_launch.cuh. TFLOP/s on an H200 in bf16, 16384 tokens, full / causal, first of the tile
+// for short sequences, then of the one for long; to be compared within one comment.
+// docs/design-notes.md has more.
 constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features, bool is_long) {
   const bool plain = features == FeatureSet::kPlain;  // the full set needs more registers
   switch (headdim) {
@@ -48,19 +49,20 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
       // on 192 queries: 292 / 166, 474 / 320, 569 / 567.
       return {128, 64, 4, 2, 2};
     case 96:
-      // At 512 448 / 258, at 2048 563 / 498; with {128, 96, 2, 2} 417 / 251 at 512, long 604 / 486.
+      // At 512 445 / 269 and 430 / 270, at 1024 530 / 403 and 546 / 376, at 4096 601 / 577 and
+      // 654 / 585.
       if (!plain) return {128, 96, 2, 2};
       return is_long ? ForwardTile{192, 96, 2, 1} : ForwardTile{128, 48, 3, 1, 2};
     case 128:
-      // At 2048 728 / 597 (FlashAttention-3 674 / 573); with 64 keys instead of 128 at 512 472 /
-      // 319 and 529 / 336. 112 keys are slower than 128.
+      // At 512 533 / 320 and 544 / 326, at 2048 648 / 546 and 704 / 582; with 128 queries 64, 96
+      // and 112 keys are slower than 128.
       return is_long && plain ? ForwardTile{192, 64, 3, 2} : ForwardTile{128, 128, 2, 2};
     case 192:
-      // At 512 535 / 330 and 523 / 297, at 2048 675 / 582 and 735 / 613; 192 queries are slower.
+      // At 512 523 / 336 and 552 / 329, at 2048 593 / 485 and 684 / 545; 192 queries are slower.
       if (headdim_v == 128) {
         return is_long || !plain ? ForwardTile{128, 128, 2, 1} : ForwardTile{128, 64, 3, 2};
       }
-      // At 16384 790 / 791, with 64 keys 775 / 764; at 256 333 / 166 and 386 / 198.
+      // At 256 406 / 225 and 409 / 212, at 2048 547 / 560 and 568 / 570; 80 keys are as good as 96.
       return is_long ? ForwardTile{128, 96, 2, 1} : ForwardTile{128, 64, 2, 2};
     default:
       // At 256 390 / 208, at 1024 668 / 460; 48 keys and two stages of Q 380 / 205 and 630 / 438.

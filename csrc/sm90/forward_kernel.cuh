@@ -4,7 +4,8 @@
 // two, the producers, have the copy engine fill shared memory: one with Q of a tile and its blocks
 // of keys, one with those of values, from the last to the first. Two or three warpgroups, the
 // consumers, own 64 queries each; scores and output stay in registers. Where tiles need few, a
-// thread block does all that twice, in two streams of tiles (forward_config.cuh).
+// thread block does all that twice, in two streams of tiles (forward_config.cuh). A warp that would
+// be idle clears the rows of no sequence.
 //
 // NaN or Inf outside a sequence never reaches its result; of keys inside it that the mask hides
 // from a query the same is said as in sm80/forward_kernel.cuh.

@@ -61,9 +61,7 @@ __device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown
     }
     const float scaled_max = quad_max(row_max) * softmax.scale_log2;
     const bool raise = quad_max(outgrown[r] ? 1.f : 0.f) > 0.f && scaled_max > softmax.reference[r];
-    factors[r] = raise ? ptx::ex2(softmax.reference[r] - scaled_max) : 1.f;
-    if (raise) softmax.reference[r] = scaled_max;
-    softmax.sum[r] *= factors[r];
+    factors[r] = softmax.raise_reference(raise, r, scaled_max);
   }
   rescale_output(out, factors);
 }
