@@ -131,10 +131,12 @@ class Reader {
   bool aligned_ = true;
 };
 
-// The arguments that forward and backward share, as Python passes them.
+// The arguments that forward and backward share, as Python passes them: see `define`.
 struct CommonArguments {
-  const TensorView &q, &k, &v, &lse;
-  const OptionalTensor &cu_seqlens_q, &cu_seqlens_k, &seqused_k, &leftpad_k, &cache_batch_idx;
+  std::string_view family;
+  int kernel_headdim, kernel_headdim_v;
+  const TensorView &q, &k, &v;
+  const OptionalTensor &cu_seqlens_q, &cu_seqlens_k, &seqused_k, &leftpad_k;
   int64_t max_seqlen_q, max_seqlen_k;
   float softmax_scale;
   int window_left, window_right;
@@ -143,7 +145,7 @@ struct CommonArguments {
   double dropout_p;
   const OptionalTensor& rng_state;
   int shared_memory;
-  const OptionalTensor& block_table;
+  uintptr_t stream;
 };
 
 int to_int(const char* what, int64_t value) {
@@ -154,7 +156,9 @@ int to_int(const char* what, int64_t value) {
   return static_cast<int>(value);
 }
 
-void read_common(const CommonArguments& a, Reader& reader, AttentionParams& params) {
+void read_common(const CommonArguments& a, const TensorView& lse,
+                 const OptionalTensor& cache_batch_idx, const OptionalTensor& block_table,
+                 Reader& reader, AttentionParams& params) {
   const TensorView &q = a.q, &k = a.k;
   const bool packed_q = a.cu_seqlens_q.has_value(), packed_k = a.cu_seqlens_k.has_value();
   if (q.device < 0) throw std::invalid_argument("q: on the CPU; accepted: a CUDA tensor");
@@ -173,14 +177,14 @@ void read_common(const CommonArguments& a, Reader& reader, AttentionParams& para
   params.total_q = to_int("rows of q", packed_q ? q.size[0] : q.size[1]);
   params.total_k = to_int("rows of k", packed_k ? k.size[0] : k.size[1]);
   params.seqlen_q = to_int("max_seqlen_q", packed_q ? a.max_seqlen_q : q.size[1]);
-  const int64_t pages = a.block_table ? a.block_table->size[1] : 1;  // of a sequence
+  const int64_t pages = block_table ? block_table->size[1] : 1;  // of a sequence
   params.seqlen_k = to_int("max_seqlen_k", packed_k ? a.max_seqlen_k : k.size[1] * pages);
   params.slots_k = packed_k ? 1 : to_int("batch of k", k.size[0]);
   if (nheads % nheads_kv != 0) {
     throw std::invalid_argument("nheads: got " + std::to_string(nheads) + " and nheads_kv " +
                                 std::to_string(nheads_kv) + "; accepted: a multiple of nheads_kv");
   }
-  if (!packed_k && !a.cache_batch_idx && !a.block_table && params.slots_k != params.batch) {
+  if (!packed_k && !cache_batch_idx && !block_table && params.slots_k != params.batch) {
     throw std::invalid_argument("k: got a batch of " + std::to_string(params.slots_k) +
                                 "; accepted: that of q, " + std::to_string(params.batch));
   }
@@ -196,9 +200,8 @@ void read_common(const CommonArguments& a, Reader& reader, AttentionParams& para
     params.v = reader.operand("v", a.v, {k.size[0], k.size[1], nheads_kv, headdim_v});
   }
   params.lse =
-      packed_q
-          ? reader.contiguous<float>("lse", a.lse, {nheads, q.size[0]}, DType::kFloat32)
-          : reader.contiguous<float>("lse", a.lse, {batch, nheads, q.size[1]}, DType::kFloat32);
+      packed_q ? reader.contiguous<float>("lse", lse, {nheads, q.size[0]}, DType::kFloat32)
+               : reader.contiguous<float>("lse", lse, {batch, nheads, q.size[1]}, DType::kFloat32);
   params.lse_head_stride = params.total_q;
   params.lse_batch_stride = packed_q ? 0 : nheads * params.lse_head_stride;
 
@@ -209,7 +212,7 @@ void read_common(const CommonArguments& a, Reader& reader, AttentionParams& para
   params.cu_seqlens_k = int32("cu_seqlens_k", a.cu_seqlens_k, batch + 1);
   params.seqused_k = int32("seqused_k", a.seqused_k, batch);
   params.leftpad_k = int32("leftpad_k", a.leftpad_k, batch);
-  params.cache_batch_idx = int32("cache_batch_idx", a.cache_batch_idx, batch);
+  params.cache_batch_idx = int32("cache_batch_idx", cache_batch_idx, batch);
 
   params.softmax_scale = a.softmax_scale;
   params.window_left = a.window_left;
@@ -243,94 +246,41 @@ FeatureSet feature_set(const AttentionParams& params) {
   return full ? FeatureSet::kFull : FeatureSet::kPlain;
 }
 
-void forward(std::string_view family, int kernel_headdim, int kernel_headdim_v, const TensorView& q,
-             const TensorView& k, const TensorView& v, const OptionalTensor& cu_seqlens_q,
-             const OptionalTensor& cu_seqlens_k, const OptionalTensor& seqused_k,
-             const OptionalTensor& leftpad_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
-             float softmax_scale, int window_left, int window_right, float softcap,
-             const OptionalTensor& alibi_slopes, double dropout_p, const OptionalTensor& rng_state,
-             int shared_memory, uintptr_t stream, const TensorView& out, const TensorView& lse,
+void forward(const CommonArguments& a, const TensorView& out, const TensorView& lse,
              const OptionalTensor& cache_batch_idx, const OptionalTensor& s_aux,
              const OptionalTensor& block_table, const OptionalTensor& tile_counter) {
   ForwardParams params{};
-  Reader reader(q.dtype, q.device);
-  read_common({q,
-               k,
-               v,
-               lse,
-               cu_seqlens_q,
-               cu_seqlens_k,
-               seqused_k,
-               leftpad_k,
-               cache_batch_idx,
-               max_seqlen_q,
-               max_seqlen_k,
-               softmax_scale,
-               window_left,
-               window_right,
-               softcap,
-               alibi_slopes,
-               dropout_p,
-               rng_state,
-               shared_memory,
-               block_table},
-              reader, params);
-  params.out = reader.operand_like("out", out, q, params.headdim_v);
+  Reader reader(a.q.dtype, a.q.device);
+  read_common(a, lse, cache_batch_idx, block_table, reader, params);
+  params.out = reader.operand_like("out", out, a.q, params.headdim_v);
   if (block_table) {
     params.block_table = reader.contiguous<const int>(
         "block_table", *block_table, {params.batch, block_table->size[1]}, DType::kInt32);
     params.block_table_stride = block_table->size[1];
-    params.page_size = to_int("page size", k.size[1]);
+    params.page_size = to_int("page size", a.k.size[1]);
   }
   params.tile_counter = reader.contiguous<int>("tile_counter", tile_counter, {1}, DType::kInt32);
   params.s_aux = reader.contiguous<const float>("s_aux", s_aux, {params.nheads}, DType::kFloat32);
   params.aligned = reader.aligned();
 
   const auto launch = find_forward(
-      {family, q.dtype, kernel_headdim, kernel_headdim_v, feature_set(params)}, params);
-  const DeviceGuard guard(q.device);
-  launch(params, reinterpret_cast<cudaStream_t>(stream));
+      {a.family, a.q.dtype, a.kernel_headdim, a.kernel_headdim_v, feature_set(params)}, params);
+  const DeviceGuard guard(a.q.device);
+  launch(params, reinterpret_cast<cudaStream_t>(a.stream));
 }
 
-void backward(std::string_view family, int kernel_headdim, int kernel_headdim_v,
-              const TensorView& q, const TensorView& k, const TensorView& v,
-              const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
-              const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k,
-              int64_t max_seqlen_q, int64_t max_seqlen_k, float softmax_scale, int window_left,
-              int window_right, float softcap, const OptionalTensor& alibi_slopes, double dropout_p,
-              const OptionalTensor& rng_state, int shared_memory, uintptr_t stream,
-              const TensorView& dout, const TensorView& out, const TensorView& lse,
-              const OptionalTensor& dlse, const TensorView& delta, const TensorView& dq,
-              const TensorView& dk, const TensorView& dv, const TensorView& dq_accum,
-              const OptionalTensor& dq_turn) {
+void backward(const CommonArguments& a, const TensorView& dout, const TensorView& out,
+              const TensorView& lse, const OptionalTensor& dlse, const TensorView& delta,
+              const TensorView& dq, const TensorView& dk, const TensorView& dv,
+              const TensorView& dq_accum, const OptionalTensor& dq_turn) {
   BackwardParams params{};
-  Reader reader(q.dtype, q.device);
-  read_common({q,
-               k,
-               v,
-               lse,
-               cu_seqlens_q,
-               cu_seqlens_k,
-               seqused_k,
-               leftpad_k,
-               std::nullopt,
-               max_seqlen_q,
-               max_seqlen_k,
-               softmax_scale,
-               window_left,
-               window_right,
-               softcap,
-               alibi_slopes,
-               dropout_p,
-               rng_state,
-               shared_memory,
-               std::nullopt},
-              reader, params);
-  params.out = reader.operand_like("out", out, q, params.headdim_v);
-  params.dout = reader.operand_like("dout", dout, q, params.headdim_v);
-  params.dq = reader.operand_like("dq", dq, q, params.headdim);
-  params.dk = reader.operand_like("dk", dk, k, params.headdim);
-  params.dv = reader.operand_like("dv", dv, k, params.headdim_v);
+  Reader reader(a.q.dtype, a.q.device);
+  read_common(a, lse, std::nullopt, std::nullopt, reader, params);
+  params.out = reader.operand_like("out", out, a.q, params.headdim_v);
+  params.dout = reader.operand_like("dout", dout, a.q, params.headdim_v);
+  params.dq = reader.operand_like("dq", dq, a.q, params.headdim);
+  params.dk = reader.operand_like("dk", dk, a.k, params.headdim);
+  params.dv = reader.operand_like("dv", dv, a.k, params.headdim_v);
   params.aligned = reader.aligned();
   const auto like_lse = [&](const char* argument, const OptionalTensor& tensor) {
     return lse.ndim == 3
@@ -341,18 +291,66 @@ void backward(std::string_view family, int kernel_headdim, int kernel_headdim_v,
   };
   params.dlse = like_lse("dlse", dlse);
   params.delta = like_lse("delta", delta);
-  const int64_t rows = cu_seqlens_q ? params.total_q / 16 + params.batch
-                                    : params.batch * ((params.seqlen_q + int64_t{15}) / 16);
+  const int64_t rows = a.cu_seqlens_q ? params.total_q / 16 + params.batch
+                                      : params.batch * ((params.seqlen_q + int64_t{15}) / 16);
   params.row_tiles = to_int("row tiles", rows);
   to_int("row tiles of all heads", params.nheads * rows);
   params.dq_accum = reader.contiguous<float>(
-      "dq_accum", dq_accum, {params.nheads, rows, 16 * int64_t{kernel_headdim}}, DType::kFloat32);
+      "dq_accum", dq_accum, {params.nheads, rows, 16 * int64_t{a.kernel_headdim}}, DType::kFloat32);
   params.dq_turn = reader.contiguous<int>("dq_turn", dq_turn, {params.nheads, rows}, DType::kInt32);
 
   const auto launch = find_backward(
-      {family, q.dtype, kernel_headdim, kernel_headdim_v, feature_set(params)}, params);
-  const DeviceGuard guard(q.device);
-  launch(params, reinterpret_cast<cudaStream_t>(stream));
+      {a.family, a.q.dtype, a.kernel_headdim, a.kernel_headdim_v, feature_set(params)}, params);
+  const DeviceGuard guard(a.q.device);
+  launch(params, reinterpret_cast<cudaStream_t>(a.stream));
+}
+
+// Makes `function` one of the module's. Its arguments are the common ones, then `rest`; positions
+// are faster than names.
+template <typename... Rest, typename... Args>
+void define(py::module_& module, const char* name,
+            void (*function)(const CommonArguments&, Rest...), const char* doc,
+            Args... rest_names) {
+  using py::arg;
+  module.def(
+      name,
+      [function](std::string_view family, int kernel_headdim, int kernel_headdim_v,
+                 const TensorView& q, const TensorView& k, const TensorView& v,
+                 const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                 const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k,
+                 int64_t max_seqlen_q, int64_t max_seqlen_k, float softmax_scale, int window_left,
+                 int window_right, float softcap, const OptionalTensor& alibi_slopes,
+                 double dropout_p, const OptionalTensor& rng_state, int shared_memory,
+                 uintptr_t stream, Rest... rest) {
+        function({family,
+                  kernel_headdim,
+                  kernel_headdim_v,
+                  q,
+                  k,
+                  v,
+                  cu_seqlens_q,
+                  cu_seqlens_k,
+                  seqused_k,
+                  leftpad_k,
+                  max_seqlen_q,
+                  max_seqlen_k,
+                  softmax_scale,
+                  window_left,
+                  window_right,
+                  softcap,
+                  alibi_slopes,
+                  dropout_p,
+                  rng_state,
+                  shared_memory,
+                  stream},
+                 rest...);
+      },
+      arg("family"), arg("kernel_headdim"), arg("kernel_headdim_v"), arg("q"), arg("k"), arg("v"),
+      arg("cu_seqlens_q"), arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"),
+      arg("max_seqlen_q"), arg("max_seqlen_k"), arg("softmax_scale"), arg("window_left"),
+      arg("window_right"), arg("softcap"), arg("alibi_slopes"), arg("dropout_p"), arg("rng_state"),
+      arg("shared_memory"), arg("stream"), rest_names..., py::call_guard<py::gil_scoped_release>(),
+      doc);
 }
 
 using InstantiationRow = std::tuple<std::string, std::string, std::string, int, int, std::string>;
@@ -373,27 +371,16 @@ PYBIND11_MODULE(_C, module) {
   using py::arg;
   module.doc() =
       "The compiled kernels of flash_attn. flash_attn/_backends/cuda.py is the only caller.";
-  // Positions are faster than names; the first of them are the same in both.
-  module.def("forward", &flash::forward, arg("family"), arg("kernel_headdim"),
-             arg("kernel_headdim_v"), arg("q"), arg("k"), arg("v"), arg("cu_seqlens_q"),
-             arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"), arg("max_seqlen_q"),
-             arg("max_seqlen_k"), arg("softmax_scale"), arg("window_left"), arg("window_right"),
-             arg("softcap"), arg("alibi_slopes"), arg("dropout_p"), arg("rng_state"),
-             arg("shared_memory"), arg("stream"), arg("out"), arg("lse"), arg("cache_batch_idx"),
-             arg("s_aux"), arg("block_table"), arg("tile_counter"),
-             py::call_guard<py::gil_scoped_release>(),
-             "Launch attention on `stream`, a cudaStream_t as an integer; writes out and lse. "
-             "shared_memory: bytes of a thread block, 0: what the device has.");
-  module.def("backward", &flash::backward, arg("family"), arg("kernel_headdim"),
-             arg("kernel_headdim_v"), arg("q"), arg("k"), arg("v"), arg("cu_seqlens_q"),
-             arg("cu_seqlens_k"), arg("seqused_k"), arg("leftpad_k"), arg("max_seqlen_q"),
-             arg("max_seqlen_k"), arg("softmax_scale"), arg("window_left"), arg("window_right"),
-             arg("softcap"), arg("alibi_slopes"), arg("dropout_p"), arg("rng_state"),
-             arg("shared_memory"), arg("stream"), arg("dout"), arg("out"), arg("lse"), arg("dlse"),
-             arg("delta"), arg("dq"), arg("dk"), arg("dv"), arg("dq_accum"), arg("dq_turn"),
-             py::call_guard<py::gil_scoped_release>(),
-             "Launch its backward; writes delta, dq, dk and dv. dq_accum and dq_turn (None: any "
-             "order) are zero at the start.");
+  flash::define(module, "forward", &flash::forward,
+                "Launch attention on `stream`, a cudaStream_t as an integer; writes out and lse. "
+                "shared_memory: bytes of a thread block, 0: what the device has.",
+                arg("out"), arg("lse"), arg("cache_batch_idx"), arg("s_aux"), arg("block_table"),
+                arg("tile_counter"));
+  flash::define(module, "backward", &flash::backward,
+                "Launch its backward; writes delta, dq, dk and dv. dq_accum and dq_turn (None: any "
+                "order) are zero at the start.",
+                arg("dout"), arg("out"), arg("lse"), arg("dlse"), arg("delta"), arg("dq"),
+                arg("dk"), arg("dv"), arg("dq_accum"), arg("dq_turn"));
   module.def("call_key", &flash::call_key,
              "What a call of these arguments depends on, but for the addresses and values of its "
              "tensors, as bytes; None if one is not a plain CUDA tensor, a number or None.");
