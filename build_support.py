@@ -27,7 +27,8 @@ GENERATED = BUILD / "generated"
 KERNELS = BUILD / "kernels"
 PTXAS_REPORTS = BUILD / "ptxas"
 
-OLDEST_CUDA = (12, 0)
+# The first with cudaGetDriverEntryPointByVersion and with cuda::ptx::mbarrier_init.
+OLDEST_CUDA = (12, 5)
 # What one compiler process may need at its peak; bounds the default number of jobs.
 JOB_MEMORY = 2 << 30
 
@@ -88,10 +89,10 @@ INSTANTIATIONS = tuple(
 # --- Settings from the environment ----------------------------------------------------------------
 
 
-def skip_cuda(environ: Mapping[str, str]) -> bool:
-    value = environ.get("FLASH_ATTN_SKIP_CUDA", "0")
+def switched_on(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "")
     if value not in ("", "0", "1"):
-        raise BuildError(f"FLASH_ATTN_SKIP_CUDA={value!r}: accepted are 1 (no extension) and 0")
+        raise BuildError(f"{name}={value!r}: accepted are 1 (yes) and 0 (no)")
     return value == "1"
 
 
@@ -147,6 +148,24 @@ def find_nvcc(environ: Mapping[str, str]) -> Path | None:
     places.append(environ.get("PATH", ""))
     nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
     return Path(nvcc) if nvcc else None
+
+
+def choose_nvcc(environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """nvcc, or None: the Python part is installed alone; and why there is none, if so."""
+    skipped = switched_on(environ, "FLASH_ATTN_SKIP_CUDA")
+    required = switched_on(environ, "FLASH_ATTN_REQUIRE_CUDA")
+    if skipped and required:
+        raise BuildError(
+            "FLASH_ATTN_SKIP_CUDA=1 and FLASH_ATTN_REQUIRE_CUDA=1 contradict each other: unset one"
+        )
+    if skipped:
+        return None, "FLASH_ATTN_SKIP_CUDA=1"
+    nvcc, missing = find_nvcc(environ), "no nvcc in CUDA_HOME or PATH"
+    if required and nvcc is None:
+        raise BuildError(
+            f"FLASH_ATTN_REQUIRE_CUDA=1, but {missing}: set CUDA_HOME to a CUDA toolkit"
+        )
+    return nvcc, missing
 
 
 def read_toolkit(nvcc: Path) -> CudaToolkit:

@@ -12,17 +12,12 @@ from setuptools.command.build_py import build_py
 sys.path.insert(0, str(Path(__file__).parent))
 import build_support
 
-NVCC = None if build_support.skip_cuda(os.environ) else build_support.find_nvcc(os.environ)
+NVCC, WHY_NONE = build_support.choose_nvcc(os.environ)
 
 
 def explain_missing_extension() -> None:
     if NVCC is None:
-        why = (
-            "FLASH_ATTN_SKIP_CUDA=1"
-            if build_support.skip_cuda(os.environ)
-            else "no nvcc in CUDA_HOME or PATH"
-        )
-        print(f"flash_attn without its CUDA extension ({why}): the pure-Python part runs anywhere")
+        print(f"flash_attn without its CUDA extension ({WHY_NONE}): the Python part runs anywhere")
 
 
 class BuildPython(build_py):

@@ -253,6 +253,13 @@ void forward(const CommonArguments& a, const TensorView& out, const TensorView& 
   Reader reader(a.q.dtype, a.q.device);
   read_common(a, lse, cache_batch_idx, block_table, reader, params);
   params.out = reader.operand_like("out", out, a.q, params.headdim_v);
+  const bool sm90 = a.family == "sm90";
+  if (block_table && !sm90) {
+    throw std::invalid_argument("block_table: got a tensor; accepted by the sm90 kernels alone");
+  }
+  if (sm90 && !tile_counter) {
+    throw std::invalid_argument("tile_counter: got None; the sm90 kernels need a tensor");
+  }
   if (block_table) {
     params.block_table = reader.contiguous<const int>(
         "block_table", *block_table, {params.batch, block_table->size[1]}, DType::kInt32);
@@ -353,6 +360,14 @@ void define(py::module_& module, const char* name,
       doc);
 }
 
+// Identifies a stream for the life of the process; a handle may be another stream's later, or mean
+// each thread's own.
+unsigned long long stream_id(uintptr_t stream) {
+  unsigned long long id = 0;
+  check_cuda(cudaStreamGetId(reinterpret_cast<cudaStream_t>(stream), &id), "cudaStreamGetId");
+  return id;
+}
+
 using InstantiationRow = std::tuple<std::string, std::string, std::string, int, int, std::string>;
 
 std::vector<InstantiationRow> instantiation_rows() {
@@ -381,9 +396,13 @@ PYBIND11_MODULE(_C, module) {
                 "order) are zero at the start.",
                 arg("dout"), arg("out"), arg("lse"), arg("dlse"), arg("delta"), arg("dq"),
                 arg("dk"), arg("dv"), arg("dq_accum"), arg("dq_turn"));
-  module.def("call_key", &flash::call_key,
-             "What a call of these arguments depends on, but for the addresses and values of its "
-             "tensors, as bytes; None if one is not a plain CUDA tensor, a number or None.");
+  module.def(
+      "call_key", &flash::call_key,
+      "What a call of q, k, v and these numbers depends on, but for the addresses and values "
+      "of its tensors, as bytes; None if q, k or v is not a plain CUDA tensor, or the rest "
+      "not numbers of Python or None.");
+  module.def("stream_id", &flash::stream_id, arg("stream"),
+             "What no other stream of this process is ever called. stream: a cudaStream_t.");
   module.def("instantiations", &flash::instantiation_rows,
              "The kernels of this build: (family, pass, dtype, headdim, headdim_v, feature set).");
 }

@@ -14,8 +14,8 @@ class CallKey {
  public:
   CallKey() { bytes_.reserve(512); }
 
-  // False for what no key can hold: anything but a plain CUDA tensor, a number of Python or None.
-  bool add(pybind11::handle argument) {
+  // False for anything but a number of Python or None. (A tensor's value may change.)
+  bool add_number(pybind11::handle argument) {
     PyObject* object = argument.ptr();
     if (object == Py_None) {
       append('n');
@@ -28,14 +28,12 @@ class CallKey {
       append('i', PyLong_AsLongLongAndOverflow(object, &overflow));
       return overflow == 0;
     } else {
-      return add_tensor(argument);
+      return false;
     }
     return true;
   }
 
-  pybind11::bytes bytes() const { return pybind11::bytes(bytes_); }
-
- private:
+  // False for anything but a plain CUDA tensor.
   bool add_tensor(pybind11::handle argument) {
     const auto& torch = detail::TorchNames::get();
     // A subclass may mean something else by its data, and is the dispatcher's.
@@ -53,6 +51,9 @@ class CallKey {
     return tensor.device_type == dlpack::kCuda;
   }
 
+  pybind11::bytes bytes() const { return pybind11::bytes(bytes_); }
+
+ private:
   template <typename... Values>
   void append(const Values&... values) {
     (bytes_.append(reinterpret_cast<const char*>(&values), sizeof(values)), ...);
@@ -61,10 +62,12 @@ class CallKey {
   std::string bytes_;
 };
 
-inline pybind11::object call_key(const pybind11::args& arguments) {
+inline pybind11::object call_key(pybind11::handle q, pybind11::handle k, pybind11::handle v,
+                                 const pybind11::args& numbers) {
   CallKey key;
-  for (const auto& argument : arguments) {
-    if (!key.add(argument)) return pybind11::none();
+  if (!key.add_tensor(q) || !key.add_tensor(k) || !key.add_tensor(v)) return pybind11::none();
+  for (const auto& number : numbers) {
+    if (!key.add_number(number)) return pybind11::none();
   }
   return key.bytes();
 }

@@ -72,13 +72,7 @@ def test_bad_selection(build_support: ModuleType, environ: dict[str, str], messa
         build_support.selected_instantiations(environ)
 
 
-def test_switches(build_support: ModuleType) -> None:
-    assert build_support.skip_cuda({"FLASH_ATTN_SKIP_CUDA": "1"})
-    assert not build_support.skip_cuda({"FLASH_ATTN_SKIP_CUDA": "0"})
-    assert not build_support.skip_cuda({})
-    with pytest.raises(build_support.BuildError, match="FLASH_ATTN_SKIP_CUDA='yes'"):
-        build_support.skip_cuda({"FLASH_ATTN_SKIP_CUDA": "yes"})
-
+def test_job_count(build_support: ModuleType) -> None:
     assert build_support.job_count({"MAX_JOBS": "3"}) == 3
     assert 1 <= build_support.job_count({}) <= len(os.sched_getaffinity(0))
     for bad in ("0", "-1", "two", "1.5"):
@@ -94,20 +88,48 @@ def key(row: Any) -> tuple[Any, ...]:
 def fake_nvcc(folder: Path, release: str) -> Path:
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    nvcc.write_text(f"""\
+#!/bin/sh
+echo 'Cuda compilation tools, release {release}, V{release}.1'
+echo '#$ INCLUDES="-I{folder}/include"' >&2
+""")
     nvcc.chmod(0o755)
     return nvcc
 
 
 def test_nvcc(build_support: ModuleType, tmp_path: Path) -> None:
-    old, new = fake_nvcc(tmp_path / "old", "11.8"), fake_nvcc(tmp_path / "new", "13.0")
+    old, new = fake_nvcc(tmp_path / "old", "12.4"), fake_nvcc(tmp_path / "new", "12.5")
     on_path = {"PATH": str(old.parent)}
     assert build_support.find_nvcc({}) is None
     assert build_support.find_nvcc({"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path)}) is None
     assert build_support.find_nvcc(on_path) == old
     assert build_support.find_nvcc({**on_path, "CUDA_HOME": str(tmp_path / "new")}) == new
-    with pytest.raises(build_support.BuildError, match=r"is CUDA 11\.8; accepted are 12\.0 and"):
+    with pytest.raises(build_support.BuildError, match=r"is CUDA 12\.4; accepted are 12\.5 and"):
         build_support.read_toolkit(old)
+    toolkit = build_support.CudaToolkit(new, (12, 5), tmp_path / "new" / "include")
+    assert build_support.read_toolkit(new) == toolkit
+
+
+def test_cuda_can_be_skipped_or_required(build_support: ModuleType, tmp_path: Path) -> None:
+    nvcc = fake_nvcc(tmp_path, "12.5")
+    here, nowhere = {"CUDA_HOME": str(tmp_path)}, {"PATH": ""}
+
+    def chosen(environ: dict[str, str], skip: str = "", require: str = "") -> tuple[Any, str]:
+        switches = {"FLASH_ATTN_SKIP_CUDA": skip, "FLASH_ATTN_REQUIRE_CUDA": require}
+        return build_support.choose_nvcc({**environ, **switches})
+
+    assert build_support.choose_nvcc(here)[0] == nvcc
+    assert chosen(here)[0] == chosen(here, "0", "0")[0] == chosen(here, "0", "1")[0] == nvcc
+    assert chosen(here, skip="1") == (None, "FLASH_ATTN_SKIP_CUDA=1")
+    assert chosen(nowhere) == (None, "no nvcc in CUDA_HOME or PATH")
+    with pytest.raises(build_support.BuildError, match="REQUIRE_CUDA=1, but no nvcc in CUDA_HOME"):
+        chosen(nowhere, require="1")
+    with pytest.raises(build_support.BuildError, match="contradict each other"):
+        chosen(here, "1", "1")
+    with pytest.raises(build_support.BuildError, match="FLASH_ATTN_SKIP_CUDA='yes'"):
+        chosen(here, skip="yes")
+    with pytest.raises(build_support.BuildError, match="FLASH_ATTN_REQUIRE_CUDA='yes'"):
+        chosen(here, require="yes")
 
 
 def test_times_follow_content(build_support: ModuleType, tmp_path: Path) -> None:
@@ -272,6 +294,11 @@ BF16 = torch.zeros(4000, dtype=torch.bfloat16)
         ({"leftpad_k": torch.zeros(2).long()}, "^leftpad_k: .*dtype int64.*dtype int32"),
         ({"alibi_slopes": torch.zeros(2, 2)}, r"^alibi_slopes: .*accepted: shape \(2, 4\)"),
         ({"family": "sm70"}, "^no forward kernel sm70/bf16/64/64/plain"),
+        (
+            {"block_table": torch.zeros(2, 1).int()},
+            "^block_table: got a tensor; .*sm90 kernels alone",
+        ),
+        ({"family": "sm90"}, "^tile_counter: got None; the sm90 kernels need a tensor"),
         ({"kernel_headdim": 32}, "kernel sm80/bf16/32/64/plain for head dimensions 64 and 64"),
     ],
 )

@@ -1,5 +1,9 @@
 """The demo passes, and fails where attention is broken."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -112,3 +116,15 @@ def test_text_without_the_repository(monkeypatch, tmp_path) -> None:
     (tmp_path / "README.md").write_text("of another project")
     monkeypatch.setattr(demo, "__file__", str(package / "demo.py"))
     assert demo.find_text() == ("the package's source", "the source")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("has_gpu", ["true", "false"])
+def test_make_compiles_only_for_a_gpu(has_gpu: str) -> None:
+    command = ["make", "--no-print-directory", "--dry-run", "demo", f"HAS_GPU={has_gpu}"]
+    root = Path(__file__).resolve().parent.parent
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    compiles = "build_ext" in run.stdout
+    says = any(line.startswith("PyTorch sees no CUDA GPU") for line in run.stdout.splitlines())
+    assert (compiles, says) == (has_gpu == "true", has_gpu == "false")
+    assert run.stdout.rstrip().endswith("-m flash_attn.demo")

@@ -14,7 +14,8 @@ from benchmarks import gpu_check
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for name in ("csrc/params.h", "flash_attn/__init__.py", "tests/test_a.py"):
+    names = ("csrc/params.h", "flash_attn/__init__.py", "tests/test_a.py")
+    for name in (*names, "build_support.py", "setup.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     return tmp_path
@@ -33,7 +34,14 @@ def write_record(tree: Path, failed: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["csrc/sm80/kernel.cuh", "flash_attn/ops/new.py", "tests/cases.json"]
+    "name",
+    [
+        "csrc/sm80/kernel.cuh",
+        "flash_attn/ops/new.py",
+        "tests/cases.json",
+        "build_support.py",
+        "setup.py",
+    ],
 )
 def test_hash_follows_content_names_and_new_files(tree: Path, name: str) -> None:
     hashes = [gpu_check.tree_hash(tree)]

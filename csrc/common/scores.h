@@ -13,7 +13,7 @@ namespace flash {
 
 // What turns scores into exponents of 2. A scale of zero would turn the -inf of a masked score into
 // NaN; the least scale gives all visible keys equal weight, as zero, and leaves room for ALiBi.
-__host__ __device__ inline float unit_log2(const AttentionParams& params) {
+__host__ __device__ inline float scale_log2_of(const AttentionParams& params) {
   constexpr float kLeast = 0x1p-100f;
   return fmaxf((params.softcap > 0.f ? params.softcap : params.softmax_scale) * kLog2e, kLeast);
 }
@@ -43,7 +43,7 @@ struct ScoreTransform {
       : scale(params.softmax_scale), softcap(params.softcap), slope(0.f), shift(shift) {
     if (params.alibi_slopes == nullptr) return;
     slope = params.alibi_slopes[batch * params.alibi_batch_stride + head] *
-            __fdividef(kLog2e, unit_log2(params));
+            __fdividef(kLog2e, scale_log2_of(params));
     slope = fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // infinity times distance 0 would be NaN
   }
 

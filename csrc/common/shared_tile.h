@@ -71,8 +71,7 @@ class TileLoader {
         source_(first_row + thread / kLanes * row_stride + thread % kLanes * 8) {}
 
   // Starts the copy of the tile, whose rows from `valid_rows` on become zero and are not read, and
-  // moves on by `kStep` tiles. The caller waits: cp_async_wait_all, then a barrier.
-  template <int kStep = 1>
+  // moves on by one tile. The caller waits: cp_async_wait_all, then a barrier.
   __device__ void load(uint32_t tile, int valid_rows) {
     const int thread = ptx::opaque(thread_);
     const int64_t row_stride = ptx::opaque(row_stride_);
@@ -93,7 +92,7 @@ class TileLoader {
       }
       source += kRowsPerPass * row_stride;
     }
-    source_ += kStep * kRows * row_stride;
+    source_ += kRows * row_stride;
   }
 
  private:

@@ -53,7 +53,7 @@ template <int kRowTiles>
 struct SoftmaxState {
   static constexpr int kRows = 2 * kRowTiles;
 
-  float scale_log2;  // turns scores into exponents of 2: unit_log2
+  float scale_log2;  // turns scores into exponents of 2: scale_log2_of
   // What the exponents of 2 are relative to; one value in the whole quad. It starts finite, so that
   // a row without a visible key meets no -inf - -inf.
   float reference[kRows];

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
   float dk[kRowsDkv][kColsDk][4] = {};
   float dv[kRowsDkv][kColsDv][4] = {};
-  const float scale_log2 = unit_log2(params);
+  const float scale_log2 = scale_log2_of(params);
 
   for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
     if (m_blocks.begin >= m_blocks.end) break;

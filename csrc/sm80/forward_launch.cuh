@@ -30,7 +30,7 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const float scale_log2 = unit_log2(params);
+  const float scale_log2 = scale_log2_of(params);
   if (params.cu_seqlens_q != nullptr) {
     clear_gaps_kernel<typename Config::T><<<8 * multiprocessors(), 32, 0, stream>>>(params);
     check_cuda(cudaGetLastError(), "launch of the sm80 kernel for rows of no sequence");

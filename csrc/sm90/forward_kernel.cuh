@@ -2,10 +2,10 @@
 //
 // Thread blocks stay on their SM and take tile after tile. One warp, the scheduler, finds the next;
 // two, the producers, have the copy engine fill shared memory: one with Q of a tile and its blocks
-// of keys, one with those of values, from the last to the first. Two or three warpgroups, the
-// consumers, own 64 queries each; scores and output stay in registers. Where tiles need few, a
-// thread block does all that twice, in two streams of tiles (forward_config.cuh). A warp that would
-// be idle clears the rows of no sequence.
+// of keys, one with those of values, from the last to the first; with ALiBi they start at the
+// diagonal (TileRange). Two or three warpgroups, the consumers, own 64 queries each; scores and
+// output stay in registers. Where tiles need few, a thread block does all that twice, in two
+// streams of tiles (forward_config.cuh). A warp that would be idle clears the rows of no sequence.
 //
 // NaN or Inf outside a sequence never reaches its result; of keys inside it that the mask hides
 // from a query the same is said as in sm80/forward_kernel.cuh.
@@ -70,8 +70,7 @@ __device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
   if (lane == 0) arrive(barrier);
 }
 
-// One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some. If
-// there is no tile, anything.
+// One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some.
 template <typename Config>
 struct TileRange {
   static constexpr int kBlockN = Config::kBlockN;
@@ -85,7 +84,7 @@ struct TileRange {
   int n_first, n_last, n_start, n_end;
 
   __device__ TileRange(const ForwardParams& params, const Schedule& schedule, const Tile& tile)
-      : sequence(params, max(tile.batch, 0)),
+      : sequence(params, tile.batch),
         m_begin(tile.m_block * schedule.rows),
         m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
         position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
@@ -408,6 +407,8 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kColTiles = kBlockN / 8, kOutTiles = Config::kHeadDimV / 8;
+  // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
+  constexpr bool kReleaseQEarly = Config::kQStages == 1;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
@@ -462,9 +463,8 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
     float out[1][kOutTiles][4] = {};
     float sinks[2] = {-INFINITY, -INFINITY};
     if (params.s_aux != nullptr) {
-      // Rows past the last query of a tile may name no head.
-      sinks[0] = params.s_aux[min(head_of(first_row), params.nheads - 1)];
-      sinks[1] = params.s_aux[min(head_of(first_row + 8), params.nheads - 1)];
+      sinks[0] = params.s_aux[head_of(first_row)];
+      sinks[1] = params.s_aux[head_of(first_row + 8)];
     }
     SoftmaxState<1> softmax(scale_log2, sinks, lane % 4 == 0);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
@@ -506,8 +506,6 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
       arrive_of_warp(shared.k_empty[k.place()], lane);
     };
     const auto release_q = [&] { arrive_of_warp(shared.q_empty[q_ring.place()], lane); };
-    // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
-    constexpr bool kReleaseQEarly = Config::kQStages == 1;
     const auto release_v = [&] { arrive_of_warp(shared.v_empty[ring.place()], lane); };
 
     float factors[2];

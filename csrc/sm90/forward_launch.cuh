@@ -121,7 +121,7 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
           : schedule.heads * (params.total_q / schedule.rows + int64_t{1} * params.batch);
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
   kKernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(
-      params, make_maps<Config>(params, schedule), schedule, unit_log2(params));
+      params, make_maps<Config>(params, schedule), schedule, scale_log2_of(params));
   check_cuda(cudaGetLastError(), "launch of the sm90 forward kernel");
 }
 
