@@ -1,12 +1,14 @@
 """The one place that checks user arguments: anything in, an ``Attention`` or an error out.
 
-Every error names the argument, what was given and what is accepted. Checks look at metadata only:
-values of CUDA tensors are never read, so that a call neither synchronises nor breaks CUDA graph
-capture.
+Every error names the argument, what was given and what is accepted. Of CUDA tensors only metadata
+is looked at, so that a call neither synchronises nor breaks CUDA graph capture; indices that lie on
+the CPU are read and checked.
 """
 
 import functools
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +16,84 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def integer(name: str, value: Any) -> int:
+    """Return an integer of any kind: of Python or NumPy, a tensor of one element, symbolic."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if not isinstance(value, bool) and not (isinstance(value, Tensor) and _is_no_integer(value)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an int, got {_described(value)}")
+
+
+def real(name: str, value: Any) -> float:
+    """Return a number of any kind: of Python or NumPy, a tensor of one element, symbolic."""
+    if type(value) is float or isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} has no gradient, got a tensor that requires one: pass {name}.detach()"
+        )
+    several = isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex())
+    if hasattr(value, "__float__") and not several:
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must be finite, got {_described(value)}") from None
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be a number, got {_described(value)}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a flag: a bool or an int of Python or NumPy, a tensor of one such element, or None."""
+    if value is None or type(value) is bool:
+        return bool(value)
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and (value.dtype == torch.bool or not _is_no_integer(value)):
+            return bool(value)
+    elif hasattr(value, "dtype") and value.dtype == bool and value.ndim == 0:  # NumPy's
+        return bool(value)
+    else:
+        try:
+            return bool(operator.index(value))
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be a bool, got {_described(value)}")
+
+
+def softmax_scale_of(name: str, value: Any) -> float | None:
+    """Return a number, or None; a bool is more likely a mistake than a scale."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got bool")
+    return None if value is None else real(name, value)
+
+
+# How an argument with this annotation is read.
+READERS: dict[Any, Callable[[str, Any], Any]] = {
+    int: integer,
+    float: real,
+    bool: flag,
+    float | None: softmax_scale_of,
+}
+
+
+def _is_no_integer(x: Tensor) -> bool:
+    return x.dtype == torch.bool or x.is_floating_point() or x.is_complex() or x.numel() != 1
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {_shape(value)}"
+    kind = type(value).__name__
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"an {kind} of {value.bit_length()} bits"  # too large for what was asked
+    return f"{kind} {value}" if isinstance(value, float) else kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +110,12 @@ class Options:
 
 def options(*numbers: Any) -> Options:
     """Check (dropout_p, softmax_scale, causal, window left, right, softcap, deterministic)."""
-    try:
-        return _remembered_options(*numbers)
-    except TypeError:  # a wrong type, or one that cannot be hashed (symbolic numbers)
-        return _check_options(*numbers)
+    if not any(isinstance(x, Tensor) for x in numbers):  # whose values may change
+        try:
+            return _remembered_options(*numbers)
+        except TypeError:  # a wrong type, or one that cannot be hashed (symbolic numbers)
+            pass
+    return _check_options(*numbers)
 
 
 class Sizes(NamedTuple):
@@ -99,6 +179,11 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
         return self.options.dropout_p
 
     @property
+    def drops(self) -> bool:
+        """Whether dropout drops anything: 16 random bits decide, so p below 2^-17 is none."""
+        return round(self.options.dropout_p * 2**16) > 0
+
+    @property
     def is_varlen(self) -> bool:
         return self.cu_seqlens_q is not None
 
@@ -153,7 +238,7 @@ def dense(
     s_aux: Any = None,
 ) -> Attention:
     """Check q (batch, seqlen_q, nheads, headdim) and k, v (batch, seqlen_k, nheads_kv, headdim)."""
-    sizes = _check_qkv(q, k, v, rank_q=4, rank_k=4)
+    q, k, v, sizes = _check_qkv(q, k, v, rank_q=4, rank_k=4)
     (batch, seqlen_q), (batch_k, seqlen_k) = sizes.rows_q, sizes.rows_k
     if batch_k != batch:
         raise ValueError(f"k must have the batch size of q, {batch}, got shape {_shape(k)}")
@@ -189,7 +274,7 @@ def varlen(
     block_table: Any = None,
 ) -> Attention:
     """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages."""
-    sizes = _check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
+    q, k, v, sizes = _check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
     _check_index("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_q.shape[0] < 1:
         raise ValueError("cu_seqlens_q must have shape (batch + 1,), got shape (0,)")
@@ -199,7 +284,7 @@ def varlen(
     max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k)
     _check_keys_of_batch(q, k, batch, seqused_k, leftpad_k, block_table)
     _check_per_head(q, batch, alibi_slopes, s_aux)
-    return Attention(
+    problem = Attention(
         q,
         k,
         v,
@@ -216,6 +301,8 @@ def varlen(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
+    _check_values_of_varlen(problem)
+    return problem
 
 
 def with_kvcache(
@@ -238,7 +325,7 @@ def with_kvcache(
 ) -> tuple[Attention, CacheAppend | None]:
     """Check a decoding call; the problem's ``seqused_k`` counts the new keys already."""
     names = ("q", "k_cache", "v_cache")
-    sizes = _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
+    q, k_cache, v_cache, sizes = _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
     batch = q.shape[0]
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError(
@@ -272,14 +359,18 @@ def with_kvcache(
         if cache_seqlens is None:
             raise ValueError("cache_seqlens must be given with k (where to append), got None")
 
-    used, last_row = _cache_seqlens(cache_seqlens, q, batch, capacity, seqlen_new)
-    if options.window_left >= 0 or options.window_right >= 0:  # queries stand at rows of their own
-        last_row += max(0, q.shape[1] - seqlen_new)
-    _check_rotary(rotary_cos, rotary_sin, q, k, cache_seqlens, last_row)
+    used, known = _cache_seqlens(cache_seqlens, q, batch, capacity, seqlen_new)
+    # A table for every place in the cache is enough where the host does not know the lengths.
+    positions = capacity
+    if known is not None:  # under a mask each query stands at a row of its own
+        masked = options.window_left >= 0 or options.window_right >= 0
+        positions = known + max(seqlen_new, q.shape[1] if masked else 0)
+    _check_rotary(rotary_cos, rotary_sin, q, k, cache_seqlens, positions)
 
     append, seqused_k = None, used
     if k is not None and used is not None:
-        append = CacheAppend(used, k, v, rotary_cos, rotary_sin, bool(rotary_interleaved))
+        interleaved = flag("rotary_interleaved", rotary_interleaved)
+        append = CacheAppend(used, k, v, rotary_cos, rotary_sin, interleaved)
         seqused_k = torch.where(used < 0, used, used + seqlen_new)
     problem = Attention(
         q,
@@ -297,15 +388,15 @@ def with_kvcache(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
+    _check_values_of_cache(problem)
     return problem, append
 
 
-def check_out(q: Tensor, v: Tensor, out: Any) -> None:
-    """Check a caller's output tensor: the shape, dtype and device of the result."""
-    shape = (*q.shape[:-1], v.shape[-1])
-    _check_tensor("out", out, like=q, rank=len(shape))
-    if _shape(out) != shape:
-        raise ValueError(f"out must have shape {shape}, got {_shape(out)}")
+def check_destination(name: str, given: Any, like: Tensor, shape: tuple[int, ...]) -> None:
+    """Check a tensor that a result is written to: the shape, the dtype and device of ``like``."""
+    _check_tensor(name, given, like, rank=len(shape))
+    if _shape(given) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {_shape(given)}")
 
 
 def check_backward(
@@ -328,9 +419,7 @@ def check_backward(
         ("dk", gradients[1], problem.k.shape),
         ("dv", gradients[2], problem.v.shape),
     ):
-        _check_tensor(name, tensor, like=problem.q, rank=len(shape), any_stride=True)
-        if tuple(tensor.shape) != tuple(shape):
-            raise ValueError(f"{name} must have shape {tuple(shape)}, got {_shape(tensor)}")
+        check_destination(name, tensor, problem.q, shape)
     for name, tensor in (("softmax_lse", softmax_lse), ("dlse", dlse)):
         if tensor is None and name == "dlse":
             continue
@@ -350,26 +439,34 @@ def _kind(value: Any) -> str:
     return f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _check_tensor(name: str, value: Any, like: Tensor, rank: int, any_stride: bool = False) -> None:
+def check_strided(name: str, value: Tensor) -> None:
+    """Refuse tensors whose elements do not lie in memory at strides."""
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested tensor" if value.is_nested else f"tensor with the layout {value.layout}"
+        raise TypeError(f"{name} must be a dense tensor (torch.strided), got a {kind}")
+
+
+def _check_tensor(name: str, value: Any, like: Tensor, rank: int) -> None:
     """``value`` must be a tensor of this rank, on the device and of the dtype of ``like``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    check_strided(name, value)
     if value.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {value.dtype}")
     if value.device != like.device:
         raise ValueError(f"{name} must be on the device of q, {like.device}, got {value.device}")
     if value.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions, got shape {_shape(value)}")
-    if not any_stride and value.stride(-1) != 1 and value.shape[-1] > 1 and value.numel() > 0:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension, got strides {value.stride()}; "
-            f"pass {name}.contiguous()"
-        )
+
+
+def _has_whole_rows(x: Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
 
 
 def _check_qkv(
     q: Any, k: Any, v: Any, rank_q: int, rank_k: int, names: tuple[str, str, str] = ("q", "k", "v")
-) -> Sizes:
+) -> tuple[Tensor, Tensor, Tensor, Sizes]:
+    """Check q, k and v; return them, each copied if its last dimension is not contiguous."""
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
     if q.dtype not in _DTYPES:
@@ -379,9 +476,19 @@ def _check_qkv(
     _check_tensor(names[1], k, q, rank_k)
     _check_tensor(names[2], v, q, rank_k)
     try:
-        return _remembered_sizes(q.shape, k.shape, v.shape, names)
+        sizes = _remembered_sizes(q.shape, k.shape, v.shape, names)
     except TypeError:  # symbolic sizes cannot be hashed
-        return _check_sizes(q.shape, k.shape, v.shape, names)
+        sizes = _check_sizes(q.shape, k.shape, v.shape, names)
+    tensors = [q, k, v]
+    for i, x in enumerate(tensors):
+        if not _has_whole_rows(x):
+            if names[i].endswith("cache"):
+                raise ValueError(
+                    f"{names[i]}, which is updated in place, must be contiguous in its last "
+                    f"dimension, got strides {x.stride()}"
+                )
+            tensors[i] = x.contiguous()
+    return (*tensors, sizes)
 
 
 def _check_sizes(
@@ -521,27 +628,23 @@ def _check_rotary(
 
 def _cache_seqlens(
     cache_seqlens: Any, q: Tensor, batch: int, capacity: int, seqlen_new: int
-) -> tuple[Tensor | None, int]:
-    """Return cache_seqlens as a (batch,) tensor, and one past the last row of the append."""
+) -> tuple[Tensor | None, int | None]:
+    """Return cache_seqlens as a (batch,) tensor, and the largest where the host knows it."""
     if cache_seqlens is None:
-        return None, capacity
-    known = None  # the largest length, where the host knows it
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        known = cache_seqlens
-        used = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    else:
+        return None, None
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
         _check_index("cache_seqlens", cache_seqlens, q, (batch,), "(batch,)")
         used = cache_seqlens
-        if used.device.type == "cpu" and batch > 0 and not has_no_data(used):
-            known = int(used.max())
-    if known is None:
-        return used, capacity
-    if known + seqlen_new > capacity:
+        known = int(used.max()) if batch > 0 and is_readable(used) else None
+    else:
+        known = integer("cache_seqlens", cache_seqlens)
+        used = torch.full((batch,), known, dtype=torch.int32, device=q.device)
+    if known is not None and known + seqlen_new > capacity:
         raise ValueError(
             f"k_cache must have room for cache_seqlens + seqlen_new = {known} + {seqlen_new} keys, "
             f"got a capacity of {capacity}"
         )
-    return used, known + seqlen_new
+    return used, known
 
 
 def has_no_data(tensor: Tensor) -> bool:
@@ -549,14 +652,112 @@ def has_no_data(tensor: Tensor) -> bool:
     return tensor.is_meta or (type(tensor) is not Tensor and isinstance(tensor, FakeTensor))
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether reading values costs nothing: they are on the CPU, and no trace or transform's."""
+    return (
+        x.device.type == "cpu"
+        and not has_no_data(x)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def _values(x: Tensor | None) -> list[Any] | None:
+    return x.tolist() if x is not None and is_readable(x) else None
+
+
+def _check_values_of_varlen(a: Attention) -> None:
+    """Check cu_seqlens, the longest lengths and pages, as far as they lie on the CPU."""
+    lengths_q = _lengths("cu_seqlens_q", a.cu_seqlens_q, "q", a.q.shape[0])
+    if lengths_q is not None:
+        _check_longest("max_seqlen_q", a.max_seqlen_q, lengths_q)
+    total_k = None if a.block_table is not None else a.k.shape[0]
+    lengths_k = _lengths("cu_seqlens_k", a.cu_seqlens_k, "k", total_k)
+    if lengths_k is None:
+        return
+    used = _values(a.seqused_k)
+    if used is not None:
+        if a.block_table is None:
+            for b, (length, rows) in enumerate(zip(used, lengths_k, strict=True)):
+                if length > rows:
+                    raise ValueError(
+                        f"seqused_k must be at most the length of the sequence in cu_seqlens_k, "
+                        f"{rows} for sequence {b}, got {length}"
+                    )
+        lengths_k = list(map(min, used, lengths_k))
+    first = _check_leftpad("leftpad_k", a.leftpad_k) or [0] * a.batch
+    _check_longest("max_seqlen_k", a.max_seqlen_k, list(map(operator.sub, lengths_k, first)))
+    _check_pages(a, first, lengths_k)
+
+
+def _check_values_of_cache(a: Attention) -> None:
+    """Check where the cache of each sequence lies, as far as that is known on the CPU."""
+    used = [a.max_seqlen_k] * a.batch if a.seqused_k is None else _values(a.seqused_k)
+    first = _check_leftpad("cache_leftpad", a.leftpad_k) or [0] * a.batch
+    slots = _values(a.cache_batch_idx)
+    if used is None:
+        return
+    if slots is not None:
+        for slot, length in zip(slots, used, strict=True):
+            if length > 0 and not 0 <= slot < a.k.shape[0]:
+                raise ValueError(
+                    f"cache_batch_idx must name rows 0 .. {a.k.shape[0] - 1} of k_cache, got {slot}"
+                )
+    _check_pages(a, first, used)
+
+
+def _lengths(name: str, cu_seqlens: Tensor | None, rows_of: str, total: int | None) -> Any:
+    """The lengths that cu_seqlens delimits, of a tensor of ``total`` rows; None if not known."""
+    bounds = _values(cu_seqlens)
+    if bounds is None:
+        return None
+    if bounds[0] < 0:
+        raise ValueError(f"{name} must start at 0 or more, got {bounds[0]}")
+    lengths = list(map(operator.sub, bounds[1:], bounds))
+    for b, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"{name} must never fall, got {bounds[b + 1]} after {bounds[b]}")
+    if total is not None and bounds[-1] > total:
+        raise ValueError(
+            f"{name} must end within the {total} rows of {rows_of}, got an end of {bounds[-1]}"
+        )
+    return lengths
+
+
+def _check_longest(name: str, given: int, lengths: list[int]) -> None:
+    longest = max(lengths, default=0)
+    if given < longest:
+        raise ValueError(f"{name} must be at least the longest length, {longest}, got {given}")
+
+
+def _check_leftpad(name: str, leftpad: Tensor | None) -> list[int] | None:
+    values = _values(leftpad)
+    if values and min(values) < 0:
+        raise ValueError(f"{name} must be at least 0, got {min(values)}")
+    return values
+
+
+def _check_pages(a: Attention, first: list[int], used: list[int]) -> None:
+    """Of the pages that rows first .. used - 1 of a sequence lie in: that there are so many."""
+    table = _values(a.block_table)
+    if table is None:
+        return
+    num_pages, page_size = a.k.shape[:2]
+    for pages, start, stop in zip(table, first, used, strict=True):
+        if stop > len(pages) * page_size:
+            raise ValueError(
+                f"block_table must have pages for {stop} rows, got {len(pages)} of {page_size} rows"
+            )
+        for page in pages[start // page_size : -(-max(stop, 0) // page_size)]:
+            if not 0 <= page < num_pages:
+                raise ValueError(f"block_table must name pages 0 .. {num_pages - 1}, got {page}")
+
+
 def _max_seqlen(name: str, value: Any) -> int:
-    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
-        value = int(value)  # some clients keep it on the GPU: reading it synchronises
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    value = integer(name, value)  # some clients keep it on the GPU: reading it synchronises
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def _check_options(
@@ -568,34 +769,29 @@ def _check_options(
     softcap: Any,
     deterministic: Any,
 ) -> Options:
-    for side in (window_left, window_right):
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            window = (window_left, window_right)
-            raise TypeError(f"window_size must be two ints (-1 is unbounded), got {window!r}")
-    for name, flag in (("causal", causal), ("deterministic", deterministic)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    left, right = integer("window_size", window_left), integer("window_size", window_right)
+    scale = softmax_scale_of("softmax_scale", softmax_scale)
+    dropout_p, softcap = real("dropout_p", dropout_p), real("softcap", softcap)
     for name, number, limit, accepted in (
         ("dropout_p", dropout_p, 1, "in [0, 1)"),
         ("softcap", softcap, math.inf, "finite and at least 0"),
-        ("softmax_scale", softmax_scale, math.inf, "finite and at least 0"),
+        ("softmax_scale", 0 if scale is None else scale, math.inf, "finite and at least 0"),
     ):
-        if name == "softmax_scale" and number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, _NUMBERS):
-            raise TypeError(f"{name} must be a number, got {type(number).__name__}")
         if not 0 <= number < limit:
             raise ValueError(f"{name} must be {accepted}, got {number}")
     return Options(
-        softmax_scale,
-        max(window_left, -1),
-        0 if causal else max(window_right, -1),
+        scale,
+        max(left, -1),
+        0 if flag("causal", causal) else max(right, -1),
         softcap,
         dropout_p,
-        deterministic,
+        flag("deterministic", deterministic),
     )
 
 
 # A model calls with the same options and shapes over and over.
 _remembered_options = functools.lru_cache(maxsize=256, typed=True)(_check_options)
 _remembered_sizes = functools.lru_cache(maxsize=1024)(_check_sizes)
+
+
+_is_readable = is_readable

@@ -1,9 +1,13 @@
-"""The raw functions of ``flash_attn_2_cuda``, with upstream's positional signatures.
+"""What clients of upstream call below the public functions, with its signatures.
 
-The ``gen`` argument (a torch.Generator) is accepted, but random state comes from PyTorch's default
-generator.
+``forward``, ``backward`` and their varlen siblings are ``_flash_attn_forward`` ... of the
+interface. ``fwd``, ``bwd`` ... are those of ``flash_attn_2_cuda``, whose arguments are positional.
+Random state comes from PyTorch's default generator: a ``gen`` (torch.Generator) other than None is
+refused.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +16,32 @@ from torch import Tensor
 from flash_attn import _ops
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _completed(routed: Callable[..., Any]) -> Callable[..., Any]:
+    """``routed`` with a tensor for each of out, softmax_lse, S_dmask and rng_state."""
+
+    @functools.wraps(routed)
+    def private(*args: Any, **kwargs: Any) -> Any:
+        return _ops.complete(*routed(*args, **kwargs))
+
+    return private
+
+
+def _softmax_d_of(routed: Callable[..., Any]) -> Callable[..., Tensor]:
+    """``routed``, which writes dq, dk and dv, returning softmax_d alone."""
+
+    @functools.wraps(routed)
+    def private(*args: Any, **kwargs: Any) -> Tensor:
+        return routed(*args, **kwargs)[3]
+
+    return private
+
+
+forward = _completed(_ops.flash_attn_forward)
+varlen_forward = _completed(_ops.flash_attn_varlen_forward)
+backward = _softmax_d_of(_ops.flash_attn_backward)
+varlen_backward = _softmax_d_of(_ops.flash_attn_varlen_backward)
 
 
 def fwd(
@@ -30,8 +60,9 @@ def fwd(
     gen: Any = None,
 ) -> Forward:
     """Return out, softmax_lse, S_dmask and rng_state; see ``flash_attn_func``."""
+    _check_generator(gen)
     with torch.no_grad():
-        return _ops.flash_attn_forward(
+        return forward(
             q,
             k,
             v,
@@ -71,8 +102,9 @@ def varlen_fwd(
     gen: Any = None,
 ) -> Forward:
     """Return out, softmax_lse, S_dmask and rng_state; see ``flash_attn_varlen_func``."""
+    _check_generator(gen)
     with torch.no_grad():
-        return _ops.flash_attn_varlen_forward(
+        return varlen_forward(
             q,
             k,
             v,
@@ -118,9 +150,9 @@ def bwd(
     rng_state: Tensor | None = None,
 ) -> Forward:
     """Return dq, dk, dv (written in place where given) and softmax_d."""
-    dq, dk, dv = _gradients((dq, dk, dv), (q, k, v))
+    _check_generator(gen)
     with torch.no_grad():
-        softmax_d = _ops.flash_attn_backward(
+        return _ops.flash_attn_backward(
             dout,
             q,
             k,
@@ -140,7 +172,6 @@ def bwd(
             deterministic,
             rng_state,
         )
-    return dq, dk, dv, softmax_d
 
 
 def varlen_bwd(
@@ -170,9 +201,9 @@ def varlen_bwd(
     rng_state: Tensor | None = None,
 ) -> Forward:
     """Return dq, dk, dv (written in place where given) and softmax_d."""
-    dq, dk, dv = _gradients((dq, dk, dv), (q, k, v))
+    _check_generator(gen)
     with torch.no_grad():
-        softmax_d = _ops.flash_attn_varlen_backward(
+        return _ops.flash_attn_varlen_backward(
             dout,
             q,
             k,
@@ -197,7 +228,6 @@ def varlen_bwd(
             rng_state,
             zero_tensors,
         )
-    return dq, dk, dv, softmax_d
 
 
 def fwd_kvcache(
@@ -248,8 +278,9 @@ def fwd_kvcache(
         )
 
 
-def _gradients(
-    given: tuple[Tensor | None, Tensor | None, Tensor | None], like: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x) if g is None else g for g, x in zip(given, like, strict=True))
-    return dq, dk, dv
+def _check_generator(gen: Any) -> None:
+    if gen is not None:
+        raise RuntimeError(
+            f"the `generator` argument is no longer supported, got {type(gen).__name__}: seed "
+            "PyTorch's default generator"
+        )

@@ -2,9 +2,12 @@
 
 Each operator has one plain implementation. An eager call on ordinary tensors runs it directly
 (through an autograd.Function if a gradient is wanted): the dispatcher costs more than a small
-kernel. Whenever something must see the operator (torch.compile, a dispatch mode, a tensor subclass,
-a functorch transform), the call goes through ``torch.ops.flash_attn`` instead. Both ways share one
-setup and one backward.
+kernel. Whenever something must see the operator (torch.compile, a dispatch mode, a tensor
+subclass), the call goes through ``torch.ops.flash_attn`` instead. Both ways share one setup and one
+backward.
+
+What the kernels have is the first derivative, in reverse mode. Where the tiled backend runs, all
+others are those of its PyTorch operations; elsewhere asking for one raises NotImplementedError.
 """
 
 import functools
@@ -14,15 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from flash_attn import _arguments, _backends
 from flash_attn._arguments import Attention
-from flash_attn._backends import cuda
+from flash_attn._backends import cuda, tiled
 from flash_attn._backends.philox import draw_rng_state
-from flash_attn._backends.tiled import probs_seqlens
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
+
+# out, softmax_lse and S_dmask, which is None unless it was asked for and there is dropout.
+Forward = tuple[Tensor, Tensor, Tensor | None]
 
 # What ran a dense forward, by all that its checks and the choice of a kernel depend on: shapes,
 # strides, alignment, dtypes, devices, options. A model makes the same call over and over.
@@ -30,7 +35,10 @@ _launches: dict[bytes | None, cuda.Launch | None] = {}
 _MOST_LAUNCHES = 1024
 
 
-def _flash_attn_forward(
+# ---- arguments of the operators ------------------------------------------------------------------
+
+
+def _dense_problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -44,9 +52,13 @@ def _flash_attn_forward(
     return_softmax: bool,
     s_aux: Tensor | None = None,
     deterministic: bool = False,
+    rng_state: Tensor | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Attention:
     """Forward over dense sequences.
+
+    ``rng_state``, (2,) int64, is the seed and offset of the dropout mask; None: drawn from
+    PyTorch's generator.
 
     Returns
     -------
@@ -54,26 +66,8 @@ def _flash_attn_forward(
     softmax_lse : (batch, nheads, seqlen_q) float32, natural log
     S_dmask : (batch, nheads, seqlen_q, seqlen_k) with both lengths rounded up to 128; empty unless
         ``return_softmax`` and ``dropout_p > 0``
-    rng_state : (2,) int64, seed and offset of the dropout mask; empty without dropout
+    rng_state : (2,) int64, seed and offset of the dropout mask; of no meaning without dropout
     """
-    key = None
-    if alibi_slopes is None and s_aux is None and out is None:
-        key = cuda.call_key(
-            q,
-            k,
-            v,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size_left,
-            window_size_right,
-            softcap,
-            deterministic,
-            cuda.settings_version,
-        )
-        launch = _launches.get(key)
-        if launch is not None:
-            return (*launch(q, k, v), *_nothing(q.dtype, q.device))
     options = _arguments.options(
         dropout_p,
         softmax_scale,
@@ -83,22 +77,10 @@ def _flash_attn_forward(
         softcap,
         deterministic,
     )
-    problem = _arguments.dense(
-        q,
-        k,
-        v,
-        options,
-        alibi_slopes,
-        s_aux,
-    )
-    if key is not None and key not in _launches:
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
-        _launches[key] = _backends.launch(problem)
-    return _run_forward(problem, return_softmax, out)
+    return _arguments.dense(q, k, v, options, alibi_slopes, s_aux)
 
 
-def _flash_attn_varlen_forward(
+def _varlen_problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -118,14 +100,18 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
     s_aux: Tensor | None = None,
     deterministic: bool = False,
+    rng_state: Tensor | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forward over packed sequences; results as of ``_flash_attn_forward``, lse (nheads, total_q).
+) -> Attention:
+    """Forward over packed sequences; results as over dense ones, softmax_lse (nheads, total_q).
 
     ``zero_tensors`` is accepted for compatibility: rows outside every sequence are always zero.
     """
+    if _arguments.integer("num_splits", num_splits) > 1:
+        raise RuntimeError(f"num_splits > 1 is not supported, got {num_splits}")
     options = _arguments.options(
         dropout_p,
         softmax_scale,
@@ -135,7 +121,7 @@ def _flash_attn_varlen_forward(
         softcap,
         deterministic,
     )
-    problem = _arguments.varlen(
+    return _arguments.varlen(
         q,
         k,
         v,
@@ -150,10 +136,36 @@ def _flash_attn_varlen_forward(
         leftpad_k=leftpad_k,
         seqused_k=seqused_k,
     )
-    return _run_forward(problem, return_softmax, out)
 
 
-def _flash_attn_backward(
+# ---- plain implementations -----------------------------------------------------------------------
+
+
+def _dense_forward(*arguments: Any) -> Forward:
+    """Run the forward of ``_dense_problem``; the second of two equal calls is not checked again."""
+    q, k, v, *numbers, alibi_slopes, return_softmax, s_aux, deterministic, rng_state, out = (
+        arguments
+    )
+    key = None
+    if alibi_slopes is s_aux is rng_state is out is None:
+        key = cuda.call_key(q, k, v, *numbers, deterministic, cuda.settings_version)
+        launch = _launches.get(key)
+        if launch is not None:
+            return (*launch(q, k, v), None)
+    problem = _dense_problem(*arguments)
+    if key is not None and key not in _launches:
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        _launches[key] = _backends.launch(problem)
+    return _run_forward(problem, rng_state, return_softmax, out)
+
+
+def _varlen_forward(*arguments: Any) -> Forward:
+    return_softmax, *_, rng_state, out = arguments[14:]
+    return _run_forward(_varlen_problem(*arguments), rng_state, return_softmax, out)
+
+
+def _dense_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -173,11 +185,13 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
     dlse: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write dq, dk and dv (any strides) from the caller's ``out`` and ``softmax_lse``.
 
     Returns
     -------
+    dq, dk, dv : shapes of q, k, v
+        Those given, or new ones where None.
     softmax_d : shape of ``softmax_lse``
         rowsum(dout * out), less ``dlse`` (the gradient that arrives through the log-sum-exp) if
         given.
@@ -191,17 +205,11 @@ def _flash_attn_backward(
         softcap,
         deterministic,
     )
-    problem = _arguments.dense(
-        q,
-        k,
-        v,
-        options,
-        alibi_slopes,
-    )
+    problem = _arguments.dense(q, k, v, options, alibi_slopes)
     return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse)
 
 
-def _flash_attn_varlen_backward(
+def _varlen_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -228,8 +236,8 @@ def _flash_attn_varlen_backward(
     dlse: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
-) -> Tensor:
-    """``_flash_attn_backward`` over packed sequences; rows outside every sequence get zero."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same over packed sequences; rows outside every sequence get zero."""
     options = _arguments.options(
         dropout_p,
         softmax_scale,
@@ -278,10 +286,10 @@ def _flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Append to the cache in place, then attend to it; returns out and softmax_lse. No gradient."""
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+    """Append to the cache in place, then attend to it; returns out and softmax_lse."""
+    if _arguments.integer("num_splits", num_splits) < 0:
         raise ValueError(
-            f"num_splits must be an int of at least 0 (0: the library chooses), got {num_splits!r}"
+            f"num_splits must be at least 0 (0: the library chooses), got {num_splits}"
         )
     options = _arguments.options(
         0.0, softmax_scale, causal, window_size_left, window_size_right, softcap, False
@@ -303,48 +311,33 @@ def _flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         block_table=block_table,
     )
-    if out is not None:
-        _arguments.check_out(q, v_cache, out)  # before the cache changes
+    if out is not None:  # before the cache changes
+        _arguments.check_destination("out", out, q, problem.out_shape)
     if new is not None and not _arguments.has_no_data(q):
         problem = _backends.append(problem, new)
-    return _run_forward(problem, return_softmax=False, out=out)[:2]
+    return _run_forward(problem, None, False, out)[:2]
 
 
 # ---- running a problem ---------------------------------------------------------------------------
 
 
 def _run_forward(
-    problem: Attention, return_softmax: bool, out: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    problem: Attention, rng_state: Tensor | None, return_softmax: Any, out: Tensor | None
+) -> Forward:
     q, dropout = problem.q, problem.dropout_p > 0
+    if dropout and rng_state is None:
+        raise ValueError("rng_state must be given to the operator when dropout_p > 0, got None")
     return_softmax = return_softmax and dropout
     if _arguments.has_no_data(q):
-        probs_shape = (problem.batch, problem.nheads, *probs_seqlens(problem))
+        probs_shape = (problem.batch, problem.nheads, *tiled.probs_seqlens(problem))
         return (
             q.new_empty(problem.out_shape),
             q.new_empty(problem.lse_shape, dtype=problem.compute_dtype),
-            q.new_empty(probs_shape if return_softmax else 0),
-            q.new_empty(2 if dropout else 0, dtype=torch.int64),
+            q.new_empty(probs_shape) if return_softmax else None,
         )
     if out is not None:
-        _arguments.check_out(q, problem.v, out)
-    rng_state = draw_rng_state(q.device) if dropout else None
-    result, lse, probs = _backends.forward(problem, rng_state, return_softmax, out)
-    no_probs, no_state = _nothing(q.dtype, q.device)
-    return (
-        result,
-        lse,
-        no_probs if probs is None else probs,
-        no_state if rng_state is None else rng_state,
-    )
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The empty S_dmask and rng_state of a call without dropout: always the same two tensors."""
-    with torch.inference_mode(False):
-        empty = torch.empty(0, dtype=dtype, device=device)
-        return empty, torch.empty(0, dtype=torch.int64, device=device)
+        _arguments.check_destination("out", out, q, problem.out_shape)
+    return _backends.forward(problem, rng_state, return_softmax, out)
 
 
 def _run_backward(
@@ -355,169 +348,289 @@ def _run_backward(
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     rng_state: Tensor | None,
     dlse: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (
         torch.empty_like(like) if gradient is None else gradient
         for gradient, like in zip(gradients, (problem.q, problem.k, problem.v), strict=True)
     )
     _arguments.check_backward(problem, dout, out, lse, (dq, dk, dv), rng_state, dlse)
     if _arguments.has_no_data(problem.q):
-        return torch.empty_like(lse)
-    return _backends.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
+        return dq, dk, dv, torch.empty_like(lse)
+    delta = _backends.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
+    return dq, dk, dv, delta
+
+
+def complete(
+    out: Tensor, lse: Tensor, probs: Tensor | None, rng_state: Tensor | None
+) -> tuple[Tensor, ...]:
+    """A routed forward's results with a tensor for each: what has no meaning is a new one."""
+    return (
+        out,
+        lse,
+        out.new_empty(0) if probs is None else probs,
+        lse.new_empty(2, dtype=torch.int64) if rng_state is None else rng_state,
+    )
 
 
 # ---- registration and routing --------------------------------------------------------------------
 
 
-def _needs_dispatcher(q: Any) -> bool:
-    return torch.compiler.is_compiling() or (
-        isinstance(q, Tensor)  # anything else is an error, which the plain implementation explains
-        and (
-            type(q) not in _ORDINARY
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._are_functorch_transforms_active()
-        )
-    )
-
-
-def _wants_gradient(args: Sequence[Any], tensors: Sequence[int]) -> bool:
-    if torch.is_grad_enabled():
-        for i in tensors:  # faster than any() and isinstance, on every call's path
-            if getattr(args[i], "requires_grad", False):
-                return True
-    return False
-
-
 def _operator(
+    name: str,
     plain: Callable[..., Any],
-    mutates: Sequence[str] = (),
+    arguments: Callable[..., Any],
+    results: Any,
+    destinations: Sequence[str],
     backward_of: Callable[..., Any] | None = None,
+    no_gradient: str = "",
+    mutates: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Register ``plain`` as torch.ops.flash_attn.<its name>; return what routes calls to it.
+    """Register ``plain`` as torch.ops.flash_attn.<name>; return what routes calls to it.
 
-    ``out`` is no part of the registered operator, whose results must not alias its arguments.
-    ``backward_of`` is the routed operator that computes its gradients.
+    The signature is that of ``arguments``; ``results`` are the types of what the operator returns.
+    The ``destinations``, which the first results are written to, are no part of the operator, whose
+    results must not alias its arguments. Of an attention, ``arguments`` makes the problem,
+    ``backward_of`` is the routed operator of its gradients, and the routed function also returns
+    the rng_state. Others say why they have no gradient.
     """
-    signature = inspect.signature(plain)
-    parameters = [
-        p for p in signature.parameters.values() if p.name != "out" or p.default is p.empty
+    signature = inspect.signature(arguments)
+    names = list(signature.parameters)
+    defaults = {name: p.default for name, p in signature.parameters.items()}
+    annotations = [p.annotation for p in signature.parameters.values()]
+    tensors = [i for i, kind in enumerate(annotations) if kind in (Tensor, Tensor | None)]
+    readers = [
+        (i, names[i], _arguments.READERS[kind])
+        for i, kind in enumerate(annotations)
+        if kind in _arguments.READERS
     ]
-    names = [p.name for p in parameters]
-    tensors = [i for i, p in enumerate(parameters) if p.annotation in (Tensor, Tensor | None)]
-    public_signature = signature.replace(parameters=parameters)
-
-    @functools.wraps(plain)
-    def registered(*args: Any) -> Any:
-        return plain(*args)
-
-    vars(registered)["__signature__"] = public_signature
-    defaults = {p.name: p.default for p in parameters}
+    written = [names.index(destination) for destination in destinations]
+    taken = [i for i in range(len(names)) if i not in written]
+    place = {name: i for i, name in enumerate(names)}
+    is_attention = backward_of is not None
 
     def values_of(given: int, kwargs: dict[str, Any]) -> list[Any]:
         """The parameters after the first, given ones. (inspect's own binding takes 20 us more.)"""
         rest = names[given:]
         values = [kwargs[name] if name in kwargs else defaults[name] for name in rest]
         if any(x is inspect.Parameter.empty for x in values) or not kwargs.keys() <= set(rest):
-            public_signature.bind(*[None] * given, **kwargs)  # raises what says what is wrong
+            signature.bind(*[None] * given, **kwargs)  # raises what says what is wrong
         return values
 
-    definition = torch.library.custom_op(
-        f"flash_attn::{plain.__name__}", registered, mutates_args=mutates
+    def registered(*args: Any) -> Any:
+        """``plain`` of the operator's arguments, of which the last may be left out."""
+        values: list[Any] = [None] * len(names)
+        for i, value in zip(taken, args, strict=False):
+            values[i] = value
+        for i in taken[len(args) :]:
+            values[i] = defaults[names[i]]
+        first, *others = plain(*values)
+        return first, *(first.new_empty(0) if x is None else x for x in others)
+
+    def dispatched(*args: Any) -> Any:
+        if forward_ad._current_level >= 0:  # the tangents of a compiled call are not seen here
+            raise NotImplementedError(f"{name} has no forward-mode derivative in torch.compile")
+        return registered(*args)
+
+    vars(dispatched)["__signature__"] = signature.replace(
+        parameters=[signature.parameters[names[i]] for i in taken], return_annotation=results
     )
-    definition.register_fake(plain)
-    op = getattr(torch.ops.flash_attn, plain.__name__)
+    definition = torch.library.custom_op(f"flash_attn::{name}", dispatched, mutates_args=mutates)
+    definition.register_fake(registered)
+    op = getattr(torch.ops.flash_attn, name)
 
-    with_gradient: Callable[..., Any] | None = None
+    setup_context: Callable[..., None] = _save_nothing
+    backward: Callable[..., Any] = functools.partial(_refuse, no_gradient)
     if backward_of is not None:
-        setup_context = functools.partial(_setup_context, names)
-        backward = functools.partial(_backward, names, backward_of)
+        taken_names = [names[i] for i in taken]
+        setup_context = functools.partial(_save_for_backward, taken_names)
+        backward = functools.partial(_backward, taken_names, arguments, backward_of)
         definition.register_autograd(backward, setup_context=setup_context)
-        with_gradient = _autograd_function(plain, setup_context, backward)
+        no_gradient = f"{name} has no forward-mode derivative in its kernels; {_OTHERS}"
 
-    @functools.wraps(plain)
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        out = kwargs.pop("out", None) if "out" not in names else None
-        if kwargs or len(args) < len(names):
-            args = (*args, *values_of(len(args), kwargs))
-        gradient = _wants_gradient(args, tensors)
-        if out is not None and gradient:
+    def run(*args: Any) -> Any:
+        return op(*args) if _is_watched(args) else registered(*args)
+
+    function = _autograd_function(name, run, setup_context, backward, no_gradient)
+    # Its own apply looks for functorch transforms, which `routed` has done: 2.5 us.
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+
+    def derived(args: list[Any], watched: bool) -> list[Any]:
+        """What a derivative is wanted of, or what something must see."""
+        for i in tensors:
+            if isinstance(args[i], Tensor):
+                _arguments.check_strided(names[i], args[i])
+        if is_attention:
+            i_scale = place["softmax_scale"]
+            args[0], args[i_scale] = _carry_scale(args[0], args[i_scale])
+        for i, parameter, read in readers:
+            args[i] = read(parameter, args[i])
+        if "cache_seqlens" in place:
+            args[place["cache_seqlens"]] = _as_lengths(args[place["cache_seqlens"]], args[0])
+        operands = [args[i] for i in taken]
+        if is_attention and _wants_gradient(operands) and args[place["out"]] is not None:
             raise ValueError(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )
-        if _needs_dispatcher(args[0]) or (gradient and with_gradient is None):
-            # An operator without a gradient: the dispatcher makes its results refuse a backward.
-            if out is not None:  # copy_ would broadcast and convert
-                _arguments.check_out(args[0], args[2], out)
-            result = op(*map(_as_tensor_of(args[0]), names, args))
-            return result if out is None else (out.copy_(result[0]), *result[1:])
-        if gradient and with_gradient is not None:
-            return with_gradient(*args)
-        return plain(*args) if out is None else plain(*args, out=out)
+        functorch = torch._C._are_functorch_transforms_active()
+        if functorch and (mutates or torch.compiler.is_compiling()):
+            raise NotImplementedError(
+                no_gradient if mutates else f"{name} has no torch.func transforms in torch.compile"
+            )
+        if functorch or _has_tangent(operands):
+            problem = arguments(*args) if is_attention else None
+            if problem is not None and _backends.choose(problem) == "tiled":
+                return_softmax = args[place["return_softmax"]] and problem.dropout_p > 0
+                state = args[place["rng_state"]]
+                output = tiled.differentiable_forward(problem, state, return_softmax)
+            else:
+                output = function.apply(*operands)
+        else:
+            output = op(*operands) if watched else apply(*operands)
+        results: list[Any] = list(output)
+        for result, i in enumerate(written):
+            if args[i] is not None:
+                values = results[result]
+                _arguments.check_destination(names[i], args[i], values, values.shape)
+                results[result] = args[i].copy_(values)
+        return results
 
-    vars(routed)["__signature__"] = public_signature
+    @functools.wraps(arguments)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) < len(names):
+            args = (*args, *values_of(len(args), kwargs))
+        if is_attention and args[place["rng_state"]] is None and args[place["dropout_p"]]:
+            state = draw_rng_state(args[0].device)
+            args = tuple(state if i == place["rng_state"] else x for i, x in enumerate(args))
+        given = [args[i] for i in tensors]
+        watched = torch.compiler.is_compiling() or _is_watched(given)
+        special = (
+            watched
+            or _wants_gradient(given)
+            or torch._C._are_functorch_transforms_active()
+            or _has_tangent(given)
+            or (is_attention and isinstance(args[place["softmax_scale"]], Tensor))
+        )
+        output: Any
+        if special:
+            output = derived(list(args), watched)
+        else:
+            output = plain(*args)
+        return (*output, args[place["rng_state"]]) if is_attention else output
+
+    vars(routed)["__signature__"] = signature
     return routed
 
 
-def _autograd_function(
-    plain: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """``plain`` with a gradient, as the apply of an autograd.Function."""
+def _is_watched(given: Sequence[Any]) -> bool:
+    """Whether something must see the operator: a dispatch mode, or a subclass of Tensor."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    for x in given:  # faster than any(), on every call's path
+        if isinstance(x, Tensor) and type(x) not in _ORDINARY:
+            return True
+    return False
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        output = plain(*args)
-        setup_context(ctx, args, output)
-        return output
+
+def _wants_gradient(given: Sequence[Any]) -> bool:
+    if torch.is_grad_enabled():
+        for x in given:
+            if getattr(x, "requires_grad", False):
+                return True
+    return False
+
+
+def _has_tangent(given: Sequence[Any]) -> bool:
+    """Whether forward-mode differentiation runs through one of them."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in given
+    )
+
+
+def _carry_scale(q: Tensor, scale: Any) -> tuple[Tensor, Any]:
+    """q, through which a softmax_scale that requires a gradient gets it, and the scale without."""
+    if not isinstance(scale, Tensor) or not (scale.requires_grad and torch.is_grad_enabled()):
+        return q, scale
+    if scale.numel() != 1 or scale == 0:
+        raise ValueError(
+            "softmax_scale must be one number, not 0, where its gradient is wanted, got a tensor "
+            f"of shape {tuple(scale.shape)}"
+        )
+    value = scale.detach()
+    return q * (scale / value).reshape(()).to(q.dtype), value
+
+
+def _as_lengths(cache_seqlens: Any, q: Tensor) -> Tensor | None:
+    """The plain implementation takes an int cache_seqlens, the operator's schema does not."""
+    if cache_seqlens is None or (isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0):
+        return cache_seqlens
+    length = _arguments.integer("cache_seqlens", cache_seqlens)
+    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+
+
+def _autograd_function(
+    name: str,
+    run: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    no_forward_mode: str,
+) -> Any:
+    """``run`` with a gradient, as a subclass of torch.autograd.Function."""
+
+    function: Any
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        """One call after the other: their operands need not lie at strides of one tensor."""
+        outputs = []
+        for b in range(info.batch_size):
+            slices = (
+                x if dim is None else x.select(dim, b) for x, dim in zip(args, in_dims, strict=True)
+            )
+            outputs.append(function.apply(*slices))
+        return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
 
     members = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(once_differentiable(backward)),
+        "forward": staticmethod(run),
+        "setup_context": staticmethod(setup_context),
+        "backward": staticmethod(backward),
+        "jvp": staticmethod(functools.partial(_refuse, no_forward_mode)),
+        "vmap": staticmethod(vmap),
     }
-    function = type(plain.__name__, (torch.autograd.Function,), members)
-    # Its own apply looks for functorch transforms, of which _needs_dispatcher knows: 2.5 us.
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    function = type(name, (torch.autograd.Function,), members)
+    return function
 
 
-def _as_tensor_of(q: Tensor) -> Callable[[str, Any], Any]:
-    """The plain implementation takes an int cache_seqlens, the operator's schema does not."""
-
-    def convert(name: str, value: Any) -> Any:
-        if name == "cache_seqlens" and isinstance(value, int):
-            return torch.full((q.shape[0],), value, dtype=torch.int32, device=q.device)
-        return value
-
-    return convert
+def _refuse(why: str, *_: Any) -> None:
+    raise NotImplementedError(why)
 
 
-def _setup_context(
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _save_for_backward(
     names: list[str], ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> None:
-    out, lse, probs, rng_state = output
-    ctx.mark_non_differentiable(probs, rng_state)
+    out, lse, probs = output
+    ctx.mark_non_differentiable(probs)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        *(x if isinstance(x, Tensor) else None for x in inputs), out, lse, rng_state
-    )
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), out, lse)
     ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
 def _backward(
     names: list[str],
+    problem_of: Callable[..., Attention],
     backward_of: Callable[..., Any],
     ctx: Any,
     dout: Tensor | None,
     dlse: Tensor | None,
     *_: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse, rng_state = ctx.saved_tensors
-    inputs = dict(
-        zip(
-            names,
-            (o if t is None else t for t, o in zip(tensors, ctx.options, strict=True)),
-            strict=False,
-        )
-    )
+    *tensors, out, lse = ctx.saved_tensors
     # The dispatcher leaves out trailing arguments that equal their defaults.
+    names = names[: len(ctx.options)]
+    values = (o if t is None else t for t, o in zip(tensors, ctx.options, strict=True))
+    inputs = dict(zip(names, values, strict=True))
     needed = {n for n, needs in zip(names, ctx.needs_input_grad, strict=False) if needs}
     if inputs.get("block_table") is not None:
         raise NotImplementedError(
@@ -526,21 +639,48 @@ def _backward(
     if "alibi_slopes" in needed:
         raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
 
-    gradients = {f"d{name}": torch.empty_like(inputs[name]) for name in "qkv"}
+    if torch.is_grad_enabled() and not _is_watched(tensors):  # create_graph=True
+        problem = problem_of(**inputs)
+        if _backends.choose(problem, "backward") == "tiled":
+            gradients = _recorded_gradients(problem_of, inputs, needed, dout, dlse)
+            return tuple(gradients.get(name) for name in names)
+
     taken = _parameter_names(backward_of)
-    delta = backward_of(
+    *qkv, delta = backward_of(
         dout=torch.zeros_like(out) if dout is None else dout,
         out=out,
         softmax_lse=lse,
-        rng_state=rng_state if inputs["dropout_p"] > 0 else None,
         dlse=dlse,
-        **gradients,
-        **{name: value for name, value in inputs.items() if name in taken},
+        **dict.fromkeys(("dq", "dk", "dv")),
+        **{name: value for name, value in inputs.items() if name in taken and name != "out"},
     )
-    s_aux = inputs.get("s_aux")
-    if s_aux is not None and "s_aux" in needed:
-        gradients["ds_aux"] = _sink_gradient(s_aux, lse, delta)
-    return tuple(gradients.get(f"d{name}") for name in names[: len(ctx.options)])
+    gradients = dict(zip("qkv", qkv, strict=True))
+    if "s_aux" in needed:
+        gradients["s_aux"] = _sink_gradient(inputs["s_aux"], lse, delta)
+    return tuple(gradients.get(name) for name in names)
+
+
+def _recorded_gradients(
+    problem_of: Callable[..., Attention],
+    inputs: dict[str, Any],
+    needed: set[str],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> dict[str, Tensor]:
+    """The gradients of the needed inputs, recorded so that they can be differentiated again."""
+    # Views: q, k and v may be one tensor, which is to get three gradients.
+    leaves = {name: inputs[name].view_as(inputs[name]) for name in sorted(needed)}
+    problem = problem_of(**inputs | leaves)
+    results = tiled.differentiable_forward(problem, inputs.get("rng_state"), False)[:2]
+    outputs = [(x, dx) for x, dx in zip(results, (dout, dlse), strict=True) if dx is not None]
+    gradients = torch.autograd.grad(
+        [x for x, _ in outputs],
+        list(leaves.values()),
+        [dx for _, dx in outputs],
+        create_graph=True,
+        materialize_grads=True,
+    )
+    return dict(zip(leaves, gradients, strict=True))
 
 
 @functools.cache
@@ -557,10 +697,44 @@ def _sink_gradient(s_aux: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(p * delta).sum(rows).to(s_aux.dtype)
 
 
-flash_attn_backward = _operator(_flash_attn_backward, mutates=("dq", "dk", "dv"))
-flash_attn_varlen_backward = _operator(_flash_attn_varlen_backward, mutates=("dq", "dk", "dv"))
-flash_attn_forward = _operator(_flash_attn_forward, backward_of=flash_attn_backward)
-flash_attn_varlen_forward = _operator(
-    _flash_attn_varlen_forward, backward_of=flash_attn_varlen_backward
+_OTHERS = "use_backend('tiled') has derivatives of every order and mode"
+_Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+_NO_SECOND = f"the gradient of attention has no derivative in its kernels; {_OTHERS}"
+
+flash_attn_backward, flash_attn_varlen_backward = (
+    _operator(
+        f"flash_attn_{layout}_backward",
+        plain,
+        plain,
+        _Gradients,
+        ("dq", "dk", "dv"),
+        no_gradient=_NO_SECOND,
+    )
+    for layout, plain in (("dense", _dense_backward), ("varlen", _varlen_backward))
 )
-flash_attn_with_kvcache = _operator(_flash_attn_with_kvcache, mutates=("k_cache", "v_cache"))
+flash_attn_forward, flash_attn_varlen_forward = (
+    _operator(
+        f"flash_attn_{layout}_forward",
+        plain,
+        problem_of,
+        tuple[Tensor, Tensor, Tensor],
+        ("out",),
+        backward_of=backward_of,
+    )
+    for layout, plain, problem_of, backward_of in (
+        ("dense", _dense_forward, _dense_problem, flash_attn_backward),
+        ("varlen", _varlen_forward, _varlen_problem, flash_attn_varlen_backward),
+    )
+)
+flash_attn_with_kvcache = _operator(
+    "flash_attn_with_kvcache",
+    _flash_attn_with_kvcache,
+    _flash_attn_with_kvcache,
+    tuple[Tensor, Tensor],
+    ("out",),
+    no_gradient=(
+        "flash_attn_with_kvcache, which updates its cache in place, has no derivative of any kind "
+        "and no vmap: use flash_attn_func or flash_attn_varlen_func"
+    ),
+    mutates=("k_cache", "v_cache"),
+)

@@ -8,7 +8,7 @@ Options that every function shares:
 dropout_p : float in [0, 1)
     Probability of dropping an entry of the normalised attention matrix; 0 outside training.
 softmax_scale : float, optional
-    Factor on Q K^T. Default 1 / sqrt(headdim).
+    Factor on Q K^T. Default 1 / sqrt(headdim). A tensor that requires a gradient gets it.
 causal : bool
     Query i sees key j only if j <= i + seqlen_k - seqlen_q: the mask ends in the bottom right
     corner.
@@ -31,14 +31,22 @@ s_aux : (nheads,) floating point, optional
 out : Tensor, optional
     Where to write the result; not where a gradient is wanted.
 
-Tensors are float16, bfloat16, float32 or float64, all of one dtype and device, contiguous in the
-last dimension, with any other strides. ``nheads`` must be a multiple of ``nheads_kv``: query head h
-reads key head h // (nheads / nheads_kv). The head dimension of v may differ from that of q and k.
-Wrong types and dtypes raise TypeError, other wrong arguments ValueError, and options that a forced
-backend lacks NotImplementedError. A query without a visible key gives 0, log-sum-exp -inf and
-gradient 0.
+Tensors are float16, bfloat16, float32 or float64, all of one dtype and device, with any strides; q,
+k and v that are not contiguous in the last dimension are copied. Numbers may be NumPy's, or tensors
+of one element, which are read (one on a GPU synchronises). ``nheads`` must be a multiple of
+``nheads_kv``: query head h reads key head h // (nheads / nheads_kv). The head dimension of v may
+differ from that of q and k. Wrong types and dtypes raise TypeError, other wrong arguments
+ValueError, and options that a forced backend lacks NotImplementedError. Indices that lie on the CPU
+are checked, those on a GPU are clamped into the tensors. A query without a visible key gives 0,
+log-sum-exp -inf and gradient 0.
+
+The kernels have the first derivative, in reverse mode. On the tiled backend derivatives of every
+order and mode are right, as are torch.func's transforms; where kernels run, forward mode and second
+derivatives raise NotImplementedError, and vmap makes one call after the other.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,9 +105,10 @@ def flash_attn_func(
         return_attn_probs,
         s_aux,
         deterministic,
-        out=out,
+        None,
+        out,
     )
-    return result[:3] if return_attn_probs else result[0]
+    return _ops.complete(*result)[:3] if return_attn_probs else result[0]
 
 
 def flash_attn_kvpacked_func(
@@ -201,7 +210,7 @@ def flash_attn_varlen_func(
         Cumulative lengths: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1. Lengths may
         be zero. Rows outside every sequence are ignored, and zero in the results.
     max_seqlen_q, max_seqlen_k : int
-        At least the longest length; a 0-d tensor is read (which synchronises if it is on a GPU).
+        At least the longest length.
     block_table : (batch, pages of a sequence) int32, optional
         The pages of each sequence, in order; any page size. Not differentiable.
 
@@ -219,8 +228,8 @@ def flash_attn_varlen_func(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        _length(max_seqlen_q),
-        _length(max_seqlen_k),
+        max_seqlen_q,
+        max_seqlen_k,
         dropout_p,
         softmax_scale,
         causal,
@@ -230,14 +239,11 @@ def flash_attn_varlen_func(
         alibi_slopes,
         return_attn_probs,
         block_table,
-        None,
-        None,
-        False,
-        s_aux,
-        deterministic,
+        s_aux=s_aux,
+        deterministic=deterministic,
         out=out,
     )
-    return result[:3] if return_attn_probs else result[0]
+    return _ops.complete(*result)[:3] if return_attn_probs else result[0]
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -408,12 +414,42 @@ def flash_attn_with_kvcache(
 
 # ---- what clients of the upstream package import beside the functions ----------------------------
 
-_flash_attn_forward = _wrapped_flash_attn_forward = _ops.flash_attn_forward
-_flash_attn_backward = _wrapped_flash_attn_backward = _ops.flash_attn_backward
-_flash_attn_varlen_forward = _wrapped_flash_attn_varlen_forward = _ops.flash_attn_varlen_forward
-_flash_attn_varlen_backward = _wrapped_flash_attn_varlen_backward = _ops.flash_attn_varlen_backward
+_flash_attn_forward = _wrapped_flash_attn_forward = _flash_attn_2.forward
+_flash_attn_varlen_forward = _wrapped_flash_attn_varlen_forward = _flash_attn_2.varlen_forward
+_flash_attn_backward = _wrapped_flash_attn_backward = _flash_attn_2.backward
+_flash_attn_varlen_backward = _wrapped_flash_attn_varlen_backward = _flash_attn_2.varlen_backward
 
 flash_attn_gpu = _flash_attn_2
+
+
+def _autograd_class(name: str, function: Callable[..., Any]) -> Any:
+    """A class whose ``apply`` is ``function`` by position, with upstream's is_grad_enabled last."""
+    parameters = inspect.signature(function).parameters.values()
+    count = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+    def apply(*args: Any) -> Any:
+        is_grad_enabled = torch.is_grad_enabled() and all(args[count:])
+        with torch.set_grad_enabled(is_grad_enabled):
+            return function(*args[:count])
+
+    return type(name, (), {"apply": staticmethod(apply), "__doc__": _autograd_class.__doc__})
+
+
+FlashAttnFunc = _autograd_class("FlashAttnFunc", flash_attn_func)
+FlashAttnKVPackedFunc = _autograd_class("FlashAttnKVPackedFunc", flash_attn_kvpacked_func)
+FlashAttnQKVPackedFunc = _autograd_class("FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func)
+FlashAttnVarlenFunc = _autograd_class("FlashAttnVarlenFunc", flash_attn_varlen_func)
+FlashAttnVarlenKVPackedFunc = _autograd_class(
+    "FlashAttnVarlenKVPackedFunc", flash_attn_varlen_kvpacked_func
+)
+FlashAttnVarlenQKVPackedFunc = _autograd_class(
+    "FlashAttnVarlenQKVPackedFunc", flash_attn_varlen_qkvpacked_func
+)
+
+
+def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Return the columns of a block of S_dmask: both its lengths are multiples of them."""
+    return 128
 
 
 def maybe_contiguous(x: Tensor | None) -> Tensor | None:
@@ -432,12 +468,6 @@ def _window(window_size: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}") from None
     return left, right
-
-
-def _length(max_seqlen: Any) -> Any:
-    return (
-        int(max_seqlen) if isinstance(max_seqlen, Tensor) and max_seqlen.dim() == 0 else max_seqlen
-    )
 
 
 def _unpack(name: str, packed: Any, rank: int, count: int) -> tuple[Tensor, ...]:

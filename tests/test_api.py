@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ PRIVATE = {
     "_flash_attn_varlen_forward": (
         f"q, k, v, {LAYOUT}, dropout_p, softmax_scale, causal, window_size_left=-1, "
         "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
-        "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False"
+        "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0"
     ),
     "_flash_attn_backward": (
         f"{GRADIENTS}, dropout_p, softmax_scale, causal, {WINDOW}, softcap, alibi_slopes, "
@@ -110,9 +111,9 @@ def test_raw_signature(name, module):
 
 
 def test_operators_have_names_that_clients_look_for():
-    for name in PRIVATE:
-        schema = getattr(torch.ops.flash_attn, name).default._schema
-        assert schema.name.startswith("flash_attn::")
+    """Names of their own: clients register upstream's (flash_attn::_flash_attn_forward)."""
+    for layout, direction in product(("dense", "varlen"), ("forward", "backward")):
+        schema = getattr(torch.ops.flash_attn, f"flash_attn_{layout}_{direction}").default._schema
         assert "window_size_left" in [argument.name for argument in schema.arguments]
 
 
@@ -196,8 +197,99 @@ def test_raw_kvcache_function_agrees_with_the_public_one(device, module):
     assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])
 
 
+def generator_positions() -> list[tuple[str, int]]:
+    return [("fwd", 12), ("bwd", 17), ("varlen_fwd", 20), ("varlen_bwd", 22)]
+
+
+@pytest.mark.parametrize("name, position", generator_positions())
+@pytest.mark.parametrize("module", [flash_attn_2_cuda, flash_attn_interface.flash_attn_gpu])
+def test_raw_functions_refuse_a_generator(module, name, position):
+    arguments = [None] * position
+    with pytest.raises(RuntimeError, match="generator` argument is no longer supported"):
+        getattr(module, name)(*arguments, torch.Generator())
+
+
+def test_results_without_dropout_are_the_callers_own():
+    """S_dmask and rng_state of one call may be resized and written without harm to the next."""
+    problem = dense()
+    arguments = (problem.q, problem.k, problem.v, 0.0, None, False, -1, -1, 0.0, None, True)
+    for _ in range(2):
+        *_, probs, rng_state = flash_attn_interface._flash_attn_forward(*arguments)
+        assert probs.shape == (0,) and rng_state.shape == (2,) and rng_state.dtype == torch.int64
+        probs.resize_(3), rng_state.resize_(0)
+        public = flash_attn.flash_attn_func(*arguments[:3], return_attn_probs=True)[2]
+        assert public.shape == (0,)
+        public.resize_(5)
+
+
+def test_client_that_registers_upstreams_operators():
+    """Evo 2's vortex registers this name with upstream's arguments; our calls still compile."""
+    code = """
+import torch
+import flash_attn
+
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float,
+    causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: torch.Tensor | None, return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise AssertionError("called")
+
+@forward.register_fake
+def _(*args):
+    raise AssertionError("called")
+
+x = torch.randn(1, 4, 2, 8, requires_grad=True)
+compiled = torch.compile(flash_attn.flash_attn_func, backend="aot_eager", fullgraph=True)
+torch.testing.assert_close(compiled(x, x, x), flash_attn.flash_attn_func(x, x, x))
+"""
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}"], check=True
+    )
+
+
+AUTOGRAD_CLASSES = {
+    "FlashAttnFunc": flash_attn.flash_attn_func,
+    "FlashAttnKVPackedFunc": flash_attn.flash_attn_kvpacked_func,
+    "FlashAttnQKVPackedFunc": flash_attn.flash_attn_qkvpacked_func,
+    "FlashAttnVarlenFunc": flash_attn.flash_attn_varlen_func,
+    "FlashAttnVarlenKVPackedFunc": flash_attn.flash_attn_varlen_kvpacked_func,
+    "FlashAttnVarlenQKVPackedFunc": flash_attn.flash_attn_varlen_qkvpacked_func,
+}
+
+
+@pytest.mark.parametrize("name", AUTOGRAD_CLASSES)
+def test_autograd_classes(name):
+    """``apply`` takes what the public function does, by position, then is_grad_enabled."""
+    lengths = 2 if "QKV" not in name else 1
+    tensors = 1 if "QKV" in name else 2 if "KV" in name else 3
+    packed = {1: (3,), 2: (2,), 3: ()}[tensors]
+    rows = (9,) if "Varlen" in name else (2, 9)
+    inputs = [torch.randn(*rows, 2, 8, requires_grad=True) for _ in range(tensors)]
+    if packed:
+        inputs[-1] = torch.randn(*rows, *packed, 2, 8, requires_grad=True)
+    if "Varlen" in name:
+        inputs += [int32([0, 4, 9])] * lengths + [5] * lengths
+    options = (0.0, None, True, (3, 0), 0.0, None, False, True)
+    more = (None,) if name == "FlashAttnVarlenFunc" else ()
+    apply = getattr(flash_attn_interface, name).apply
+    expected = AUTOGRAD_CLASSES[name](*inputs, *options)
+    for is_grad_enabled in (True, False):
+        results = apply(*inputs, *options, *more, is_grad_enabled)
+        assert all(map(torch.equal, results, expected))
+        assert results[0].requires_grad == is_grad_enabled
+
+
+def test_block_size_of_probabilities():
+    block = flash_attn_interface._get_block_size_n(torch.device("cpu"), 64, True, False)
+    assert isinstance(block, int) and 128 % block == 0
+
+
 def test_client_imports():
     from flash_attn.bert_padding import (  # noqa: F401
+        IndexFirstAxis,
+        IndexPutFirstAxis,
         index_first_axis,
         index_first_axis_residual,
         index_put_first_axis,
@@ -207,12 +299,16 @@ def test_client_imports():
         unpad_input_for_concatenated_sequences,
     )
     from flash_attn.layers.rotary import (  # noqa: F401
+        ApplyRotaryEmb,
+        ApplyRotaryEmbKV_,
+        ApplyRotaryEmbQKV_,
         RotaryEmbedding,
         apply_rotary_emb,
         apply_rotary_emb_func,
         apply_rotary_emb_kv_,
         apply_rotary_emb_qkv_,
         apply_rotary_emb_torch,
+        rotate_half,
     )
     from flash_attn.ops.triton.rotary import apply_rotary  # noqa: F401
 

@@ -348,6 +348,8 @@ def test_varlen_pages(device, page_size, options):
 
 def test_lengths_beyond_the_tensor_are_clamped(device):
     """Meaningless lengths give defined results: no illegal access, no NaN from elsewhere."""
+    if device == "cpu":
+        pytest.skip("what lies on the CPU is checked instead")
     problem = varlen([9, 14], [17, 14], device=device, slack=0)
     beyond = replace(problem, cu_seqlens_q=problem.cu_seqlens_q * 1000)
     beyond.storage = Storage(cu_seqlens=problem.storage.cu_seqlens * 1000)

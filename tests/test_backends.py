@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     def pretend(rows: Iterable[cuda._Row], capability: tuple[int, int] = (8, 0)) -> None:
         monkeypatch.setattr(cuda, "_ROWS", frozenset(rows))
         monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(_backends, "_families", lambda device, *more: families(gpu, *more))
         cuda._kernel.cache_clear(), families.cache_clear()
@@ -99,6 +102,40 @@ def test_reduced_builds(build, missing, call, reason):
     assert _backends.choose(problem(**call)) == "tiled"
     kept = {"softcap": 1.0} if missing == "plain" else {}
     assert _backends.choose(problem(**kept)) == "sm80"
+
+
+@pytest.mark.parametrize(
+    "dropout_p, features", [(1e-30, "plain"), (2**-18, "plain"), (0.1, "full")]
+)
+def test_dropout_that_drops_nothing(dropout_p, features):
+    """What 16 random bits cannot tell from 0 needs no kernel with dropout."""
+    options = _arguments.options(dropout_p, None, True, -1, -1, 0.0, False)
+    assert cuda._feature_set(problem()._replace(options=options)) == features
+
+
+def test_devices_that_are_not_there(monkeypatch):
+    """A torch without CUDA, or no driver: nobody is asked for a current device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:0", "cpu"):
+        _backends._families.cache_clear()
+        assert _backends.available_backends(device) == ["tiled"]
+    _backends._families.cache_clear()
+
+
+def test_missing_kernels_are_told_once(build):
+    build([])
+    given = problem()
+    on_gpu = given._replace(q=SimpleNamespace(device=torch.device("cuda", 0)))
+    _backends._warn_of_missing_kernels.cache_clear()
+    with pytest.warns(UserWarning, match="without CUDA kernels.*FLASH_ATTN_REQUIRE_CUDA"):
+        assert _backends.choose(on_gpu) == "tiled"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _backends.choose(on_gpu)
+        _backends._warn_of_missing_kernels.cache_clear()
+        _backends.choose(given)
+        with _backends.use_backend("tiled"):
+            _backends.choose(on_gpu)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -205,9 +242,9 @@ def test_lengths_of_pages(leftpad, seqused, max_seqlen_k):
     bounds = torch.tensor([0, 7, 19, 119, 128], dtype=torch.int32)
     table = torch.zeros(4, 5, dtype=torch.int32)
     options = _arguments.options(0.0, None, True, -1, -1, 0.0, False)
-    a = _arguments.varlen(
-        q[0], k, k, bounds, bounds, 8, max_seqlen_k, options, block_table=table, **lengths
-    )
+    valid = bounds.clamp(max=0)  # what lies on the CPU is checked, what lies on a GPU clamped
+    a = _arguments.varlen(q[0], k, k, valid, valid, 8, max_seqlen_k, options, block_table=table)
+    a = a._replace(cu_seqlens_q=bounds, cu_seqlens_k=bounds, **lengths)
     keys = tiled._Sequences.of_keys(a)
     used = cuda._lengths_in_pages(a).clamp(0, 5 * 8)
     first = torch.zeros(4) if leftpad is None else a.leftpad_k.clamp(0, 5 * 8)
@@ -220,6 +257,8 @@ def test_counters_of_tiles(monkeypatch):
     monkeypatch.setattr(cuda, "_tile_counters", {})
     monkeypatch.setattr(cuda, "_is_capturing", lambda index: capturing)
     monkeypatch.setattr(cuda, "_lasting_zero", lambda device: torch.zeros(1, dtype=torch.int32))
+    identities = {1: 10, 2: 20}
+    monkeypatch.setattr(cuda, "_C", SimpleNamespace(stream_id=identities.get), raising=False)
     device = torch.device("cpu", 0)
     first, second = cuda._tile_counter(device, 1), cuda._tile_counter(device, 2)
     assert cuda._tile_counter(device, 1) is first and first is not second
@@ -229,3 +268,5 @@ def test_counters_of_tiles(monkeypatch):
     assert all(x.shape == (1,) and x.dtype == torch.int32 and not x.any() for x in in_graph)
     capturing = False
     assert cuda._tile_counter(device, 1) is first
+    identities[1] = 30  # the handle of a destroyed stream, used again
+    assert cuda._tile_counter(device, 1) is not first

@@ -47,7 +47,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "kvcache": (flash_attn.flash_attn_with_kvcache, kvcache_arguments),
 }
 
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([randn(6, 2, 8), randn(5, 2, 8)], layout=layout)
+
+
 COS = torch.ones(20, 4)
+ROTARY = {"rotary_cos": COS, "rotary_sin": COS}
+PAGES, BOUNDS = randn(5, 4, 2, 8), cu_seqlens([3, 7])
 PAGED = {"k_cache": randn(5, 4, 2, 8), "v_cache": randn(5, 4, 2, 8)}
 
 # What a call gets instead of its good arguments, the exception, and words of its message: first the
@@ -78,9 +85,11 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"k": randn(2, 6, 2, 16)}, ValueError, ["k", "(2, 6, 2, 16)", "8"]),
         ({"k": randn(2, 6, 3, 8), "v": randn(2, 6, 3, 8)}, ValueError, ["k", "3", "4"]),
         ({"k": randn(2, 6, 0, 8), "v": randn(2, 6, 0, 8)}, ValueError, ["k", "0", "4"]),
-        ({"q": randn(2, 5, 4, 16)[..., ::2]}, ValueError, ["q", "stride", "contiguous"]),
-        ({"k": randn(2, 2, 8, 6).mT.transpose(1, 2)}, ValueError, ["k", "stride", "contiguous"]),
-        ({"v": randn(2, 6, 2, 1).expand(-1, -1, -1, 8)}, ValueError, ["v", "stride"]),
+        # Layouts without strides
+        ({"q": randn(2, 5, 4, 8).to_sparse()}, TypeError, ["q", "torch.strided", "torch.sparse"]),
+        ({"k": randn(2, 6, 2, 8).to_mkldnn()}, TypeError, ["k", "torch.strided", "mkldnn"]),
+        ({"v": nested(torch.strided)}, TypeError, ["v", "torch.strided", "nested"]),
+        ({"q": nested(torch.jagged)}, TypeError, ["q", "torch.strided", "nested"]),
         # Options
         ({"dropout_p": -0.1}, ValueError, ["dropout_p", "-0.1", "[0, 1)"]),
         ({"dropout_p": 1.0}, ValueError, ["dropout_p", "1.0", "[0, 1)"]),
@@ -92,7 +101,20 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"softmax_scale": "1"}, TypeError, ["softmax_scale", "str"]),
         ({"softcap": -5.0}, ValueError, ["softcap", "-5.0"]),
         ({"softcap": NAN}, ValueError, ["softcap", "nan"]),
+        ({"softmax_scale": 10**400}, ValueError, ["softmax_scale", "finite", "1329 bits"]),
+        ({"softmax_scale": True}, TypeError, ["softmax_scale", "bool"]),
+        ({"softmax_scale": torch.ones(2)}, TypeError, ["softmax_scale", "(2,)"]),
+        ({"dropout_p": True}, ValueError, ["dropout_p", "1.0", "[0, 1)"]),
+        ({"dropout_p": 1j}, TypeError, ["dropout_p", "complex"]),
+        ({"softcap": torch.ones((), requires_grad=True)}, ValueError, ["softcap", "gradient"]),
         ({"causal": "yes"}, TypeError, ["causal", "str"]),
+        ({"causal": 1.0}, TypeError, ["causal", "float 1.0"]),
+        ({"causal": torch.tensor(1.0)}, TypeError, ["causal", "float32"]),
+        ({"causal": torch.ones(2).bool()}, TypeError, ["causal", "(2,)"]),
+        ({"deterministic": "no"}, TypeError, ["deterministic", "str"]),
+        ({"window_size": (True, 2)}, TypeError, ["window_size", "bool"]),
+        ({"window_size": torch.tensor([1.5, 2])}, TypeError, ["window_size", "float32"]),
+        ({"window_size": torch.ones(2, 2).int()}, TypeError, ["window_size", "(2,)"]),
         ({"window_size": 5}, (TypeError, ValueError), ["window_size", "5"]),
         ({"window_size": (1, 2, 3)}, ValueError, ["window_size", "(1, 2, 3)"]),
         ({"window_size": (1.5, 2)}, TypeError, ["window_size", "1.5"]),
@@ -126,6 +148,32 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"max_seqlen_q": 6.0}, TypeError, ["max_seqlen_q", "float"]),
         ({"max_seqlen_k": None}, TypeError, ["max_seqlen_k", "None"]),
         ({"max_seqlen_k": -1}, ValueError, ["max_seqlen_k", "-1"]),
+        ({"max_seqlen_q": torch.tensor(9.9)}, TypeError, ["max_seqlen_q", "float32"]),
+        ({"max_seqlen_q": torch.tensor(True)}, TypeError, ["max_seqlen_q", "bool"]),
+        ({"max_seqlen_q": True}, TypeError, ["max_seqlen_q", "bool"]),
+        ({"max_seqlen_k": int32([7, 7])}, TypeError, ["max_seqlen_k", "(2,)"]),
+        # What lies on the CPU is read
+        ({"cu_seqlens_q": int32([-1, 4, 10])}, ValueError, ["cu_seqlens_q", "0", "-1"]),
+        ({"cu_seqlens_q": int32([0, 6, 4])}, ValueError, ["cu_seqlens_q", "4 after 6"]),
+        ({"cu_seqlens_q": int32([0, 6, 11])}, ValueError, ["cu_seqlens_q", "10", "11"]),
+        ({"cu_seqlens_k": int32([0, 7, 13])}, ValueError, ["cu_seqlens_k", "12", "13"]),
+        ({"max_seqlen_q": 5}, ValueError, ["max_seqlen_q", "6", "5"]),
+        ({"max_seqlen_k": 6}, ValueError, ["max_seqlen_k", "7", "6"]),
+        (
+            {"k": PAGES, "v": PAGES, "block_table": int32([[0], [1]]), "cu_seqlens_k": BOUNDS},
+            ValueError,
+            ["block_table", "7 rows", "1 of 4 rows"],
+        ),
+        (
+            {
+                "k": PAGES,
+                "v": PAGES,
+                "block_table": int32([[0, 1], [2, 5]]),
+                "cu_seqlens_k": BOUNDS,
+            },
+            ValueError,
+            ["block_table", "0 .. 4", "got 5"],
+        ),
         ({"alibi_slopes": randn(3, 4)}, ValueError, ["alibi_slopes", "(3, 4)", "(2, 4)"]),
         (
             {"k": randn(3, 8, 2, 8), "v": randn(3, 8, 2, 8), "block_table": int32([[0]])},
@@ -170,7 +218,15 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"cache_seqlens": 2.0}, TypeError, ["cache_seqlens", "float"]),
         ({"cache_seqlens": torch.tensor([2, 7])}, TypeError, ["cache_seqlens", "int64"]),
         ({"cache_seqlens": int32([2])}, ValueError, ["cache_seqlens", "(1,)", "(2,)"]),
+        ({"k_cache": randn(2, 2, 8, 10).mT.transpose(1, 2)}, ValueError, ["k_cache", "strides"]),
         # Where the cache is
+        ({"cache_batch_idx": int32([0, 2])}, ValueError, ["cache_batch_idx", "0 .. 1", "got 2"]),
+        ({"cache_leftpad": int32([0, -3])}, ValueError, ["cache_leftpad", "0", "-3"]),
+        (
+            {"block_table": int32([[0, 1, 2], [3, 4, 9]])} | PAGED,
+            ValueError,
+            ["block_table", "0 .. 4", "got 9"],
+        ),
         ({"cache_batch_idx": int32([0])}, ValueError, ["cache_batch_idx", "(1,)", "(2,)"]),
         ({"cache_batch_idx": torch.tensor([0, 1])}, TypeError, ["cache_batch_idx", "int64"]),
         ({"cache_leftpad": int32([0])}, ValueError, ["cache_leftpad", "(1,)", "(2,)"]),
@@ -231,6 +287,8 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ),
         ({"rotary_cos": COS.half(), "rotary_sin": COS}, TypeError, ["rotary_cos", "float16"]),
         ({"num_splits": -1}, ValueError, ["num_splits", "-1"]),
+        ({"num_splits": 1.0}, TypeError, ["num_splits", "float"]),
+        ({"rotary_interleaved": "no"} | ROTARY, TypeError, ["rotary_interleaved", "str"]),
     ],
 }
 
@@ -278,6 +336,31 @@ def test_bad_packing(name, packed):
 def test_bad_kv_packing():
     with pytest.raises(ValueError, match=r"^kv .*got shape \(2, 5, 3, 4, 8\)"):
         flash_attn.flash_attn_kvpacked_func(randn(2, 5, 4, 8), randn(2, 5, 3, 4, 8))
+
+
+def test_pages_that_no_row_lies_in_are_not_looked_at():
+    """Of a row that pads a batch (length -1) neither pages nor slot count."""
+    arguments = kvcache_arguments() | {"cache_seqlens": int32([-1, 5])}
+    table = int32([[-1, -1, -1], [3, 4, 99]])
+    flash_attn.flash_attn_with_kvcache(**arguments | PAGED | {"block_table": table})
+    slots = {"cache_batch_idx": int32([-7, 1])}
+    flash_attn.flash_attn_with_kvcache(**arguments | slots)
+
+
+def test_lengths_in_use():
+    """max_seqlen_k bounds the keys that take part: less than cu_seqlens_k where others do not."""
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward as forward
+
+    arguments = varlen_arguments() | {"dropout_p": 0.0, "softmax_scale": None, "causal": False}
+    forward(**arguments | {"seqused_k": int32([5, 6]), "max_seqlen_k": 6})
+    forward(**arguments | {"leftpad_k": int32([0, 2]), "max_seqlen_k": 5})
+    for more, words in (
+        ({"seqused_k": int32([5, 8])}, "seqused_k .* 7 for sequence 1, got 8"),
+        ({"leftpad_k": int32([-1, 0])}, "leftpad_k .*at least 0, got -1"),
+        ({"seqused_k": int32([5, 7]), "max_seqlen_k": 6}, "max_seqlen_k .* 7, got 6"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            forward(**arguments | more)
 
 
 def test_an_error_leaves_the_cache_as_it_was():

@@ -17,8 +17,8 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 def test_key_of_what_is_not_plain():
     x = torch.zeros(2, 3, 1, 8)
-    assert cuda.call_key(x) is None  # on the CPU
-    assert cuda.call_key(object()) is None
+    assert cuda.call_key(x, x, x) is None  # on the CPU
+    assert cuda.call_key(x, object(), x) is None
 
 
 def inputs(rows: int = 70, headdim: int = 64) -> Inputs:
@@ -41,6 +41,7 @@ def shifted(x: Tensor) -> Tensor:
 
 CHANGES: dict[str, tuple[Callable[[Inputs], Any], dict[str, Any]]] = {
     "nothing": (lambda x: x, {}),
+    "rows with gaps": (lambda x: (x[0], x[1].mT.contiguous().mT, x[2]), {}),
     "strides": (lambda x: (x[0], another_layout(x[1]), x[2]), {}),
     "address": (lambda x: tuple(map(shifted, x)), {}),
     "fewer keys": (lambda x: (x[0], x[1][:, :33], x[2][:, :33]), {}),
@@ -52,6 +53,7 @@ CHANGES: dict[str, tuple[Callable[[Inputs], Any], dict[str, Any]]] = {
     "causal": (lambda x: x, {"causal": True}),
     "scale": (lambda x: x, {"softmax_scale": 1.0}),
     "scale of another type": (lambda x: x, {"softmax_scale": 1}),
+    "scale on the GPU": (lambda x: x, {"softmax_scale": torch.tensor(1.0)}),
     "window": (lambda x: x, {"window_size": (3, 4)}),
     "softcap": (lambda x: x, {"softcap": 5.0}),
     "alibi": (lambda x: x, {"alibi_slopes": torch.ones(4)}),
@@ -89,10 +91,9 @@ def test_changed_call(change, monkeypatch):
         (ValueError, lambda q, k, v: (q, k, v.cpu()), {}),
         (ValueError, lambda q, k, v: (q, k[:1], v[:1]), {}),
         (ValueError, lambda q, k, v: (q, k, v[:, 1:]), {}),
-        (ValueError, lambda q, k, v: (q, k.transpose(-1, -2).contiguous().mT, v), {}),
         (TypeError, lambda q, k, v: (q, None, v), {}),
-        (TypeError, lambda q, k, v: (q, k, v), {"causal": 0}),
-        (TypeError, lambda q, k, v: (q, k, v), {"softcap": False}),
+        (TypeError, lambda q, k, v: (q, k, v), {"causal": 0.0}),
+        (TypeError, lambda q, k, v: (q, k, v), {"softmax_scale": False}),
         (ValueError, lambda q, k, v: (q, k, v), {"softmax_scale": float("nan")}),
         (ValueError, lambda q, k, v: (q, k, v), {"dropout_p": 1.0}),
         (TypeError, lambda q, k, v: (q, k, v), {"window_size": (-1.0, -1)}),
@@ -104,6 +105,16 @@ def test_mistake_after_a_good_call(error, change, options):
     for _ in range(2):
         with pytest.raises(error):
             flash_attn_func(*change(*x), **options)
+
+
+@pytest.mark.gpu
+def test_changed_value_of_a_tensor():
+    """Of an option that is a tensor the value counts, not where it lies."""
+    x, scale = inputs(), torch.tensor(1.0, device="cuda")
+    for value in (1.0, 0.1, 1.0):
+        scale.fill_(value)
+        results = [flash_attn_func(*x, softmax_scale=given) for given in (scale, scale.item())]
+        assert torch.equal(*results)
 
 
 @pytest.mark.gpu

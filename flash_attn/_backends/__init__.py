@@ -1,5 +1,6 @@
 """Which implementation runs a problem: kernels where they can, tiled PyTorch elsewhere."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -58,7 +59,22 @@ def choose(problem: Attention, direction: str = "forward") -> str:
     for family in _families(problem.q.device, direction):
         if cuda.unsupported(problem, family, direction) is None:
             return family
+    if problem.q.device.type == "cuda" and torch.version.cuda and not cuda.available():
+        _warn_of_missing_kernels()
     return "tiled"
+
+
+@cache
+def _warn_of_missing_kernels() -> None:
+    """Once: whoever installs by pip has not seen what the build printed."""
+    warnings.warn(
+        "flash_attn was installed without CUDA kernels: CUDA tensors run on the tiled backend, in "
+        "PyTorch operations, which is slow. Install it again where nvcc is found (PATH or "
+        "CUDA_HOME), with FLASH_ATTN_REQUIRE_CUDA=1 to see an error if it is not; or silence this "
+        "with use_backend('tiled').",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def forward(
@@ -131,7 +147,7 @@ def _covers(name: str, problem: Attention, direction: str) -> bool:
 
 def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return device
 
 
@@ -139,6 +155,8 @@ def _with_index(device: torch.device) -> torch.device:
 def _families(device: torch.device, direction: str | None = None) -> tuple[str, ...]:
     """The compiled kernel families that run on ``device``, best first; those with a direction."""
     if device.type != "cuda" or torch.version.cuda is None or not cuda.available():
+        return ()
+    if not torch.cuda.is_available():  # no driver: nothing runs on such a device
         return ()
     capability = torch.cuda.get_device_capability(device)
     runs = {"sm90": capability == (9, 0), "sm80": capability >= (8, 0)}

@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:  # not built; an extension that is there bu
         raise
     _ROWS = frozenset()
 
-    def call_key(*_: object) -> bytes | None:
+    def call_key(q: object, k: object, v: object, *numbers: object) -> bytes | None:
         """Without the extension nothing is launched again."""
         return None
 
@@ -324,21 +324,26 @@ def _lengths_in_pages(problem: Attention) -> Tensor:
     return torch.minimum(lengths, problem.leftpad_k.clamp(0, rows) + most)
 
 
-# (device, stream) -> the tile_counter of the sm90 kernels there
+# (device, identity of a stream) -> the tile_counter of the sm90 kernels there
 _tile_counters: dict[tuple[int, int], Tensor] = {}
+_DEFAULT_STREAM = -1  # which needs no asking
 
 
 def _tile_counter(device: torch.device, stream: int) -> Tensor:
     """(1,) int32, zero whenever no kernel runs on the stream: a kernel leaves it as it was.
 
-    Kernels of one stream share it since they follow each other. A CUDA graph gets its own, which it
-    sets to zero itself: it may be replayed on any stream.
+    Kernels of one stream share it since they follow each other. (Its handle does not tell: it may
+    be reused while a kernel of a destroyed stream still runs, or mean each thread's own stream.) A
+    CUDA graph gets its own, which it sets to zero itself: it may be replayed on any stream.
     """
-    if stream != 0 and _is_capturing(device.index):  # the default stream is never captured
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    counter = _tile_counters.get((device.index, stream))
+    identity = _DEFAULT_STREAM
+    if stream != 0:  # the default stream is never captured
+        if _is_capturing(device.index):
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        identity = _C.stream_id(stream)
+    counter = _tile_counters.get((device.index, identity))
     if counter is None:
-        counter = _tile_counters.setdefault((device.index, stream), _lasting_zero(device))
+        counter = _tile_counters.setdefault((device.index, identity), _lasting_zero(device))
     return counter
 
 
@@ -374,7 +379,7 @@ def _with_whole_rows(x: Tensor) -> Tensor:
 
 def _feature_set(problem: Attention) -> str:
     """Which kernels the extension will choose."""
-    extra = problem.softcap > 0 or problem.dropout_p > 0 or problem.alibi_slopes is not None
+    extra = problem.softcap > 0 or problem.drops or problem.alibi_slopes is not None
     return "full" if extra or not _are_aligned(problem) else "plain"
 
 
@@ -391,4 +396,6 @@ def _are_aligned(problem: Attention) -> bool:
 def _is_aligned(x: Tensor) -> bool:
     """Whether every row of x, of 3 or 4 dimensions, begins at a multiple of 16 bytes."""
     stride = x.stride()
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # which has no address of its own
+        return True
     return (x.data_ptr() >> 1 | stride[0] | stride[-3] | stride[-2]) % 8 == 0

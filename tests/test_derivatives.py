@@ -1,0 +1,267 @@
+"""Derivatives of every order and mode: the right value or an error, on every backend.
+
+Reverse mode once is what the kernels have. The tiled backend, whose operations are PyTorch's, has
+all others too; where kernels run they raise NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from helpers import default_dtype, int32, randn
+from torch import Tensor, func
+from torch.autograd import functional
+
+import flash_attn
+from flash_attn import _backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+Attend = Callable[[Tensor], Tensor]
+SHAPE = (2, 5, 2, 16)
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+
+def dual(attend: Attend, x: Tensor, t: Tensor) -> Tensor | None:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(attend(forward_ad.make_dual(x, t))).tangent
+
+
+def gradient_penalty(attend: Attend, x: Tensor, with_output: bool) -> Tensor:
+    """The gradient of the norm of a gradient, whose grad_output needs no gradient itself."""
+    x = x.clone().requires_grad_()
+    out = attend(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss = grad.square().sum() + (out.square().sum() if with_output else 0)
+    return torch.autograd.grad(loss, x)[0]
+
+
+def square(attend: Attend) -> Attend:
+    return lambda x: attend(x).square().sum()
+
+
+# What is taken of a function of x, with a tangent t. First what reverse mode and vmap do.
+REVERSE: dict[str, Callable[[Attend, Tensor, Tensor], Tensor | None]] = {
+    "func.grad": lambda f, x, t: func.grad(square(f))(x),
+    "func.vjp": lambda f, x, t: func.vjp(f, x)[1](t)[0],
+    "func.jacrev": lambda f, x, t: func.jacrev(f)(x),
+    "functional.vjp": lambda f, x, t: functional.vjp(f, x, t)[1],
+    "func.vmap": lambda f, x, t: func.vmap(f)(torch.stack((x, t))),
+    "func.vmap of grad": lambda f, x, t: func.vmap(func.grad(square(f)))(torch.stack((x, t))),
+    "func.grad of vmap": lambda f, x, t: func.grad(
+        lambda y: func.vmap(f, in_dims=1, out_dims=2)(y).square().sum()
+    )(torch.stack((x, t), dim=1)),
+}
+OTHERS: dict[str, Callable[[Attend, Tensor, Tensor], Tensor | None]] = {
+    "func.jvp": lambda f, x, t: func.jvp(f, (x,), (t,))[1],
+    "func.jacfwd": lambda f, x, t: func.jacfwd(f)(x),
+    "func.linearize": lambda f, x, t: func.linearize(f, x)[1](t),
+    "func.hessian": lambda f, x, t: func.hessian(square(f))(x),
+    "func.grad of grad": lambda f, x, t: func.grad(lambda y: func.grad(square(f))(y).sum())(x),
+    "func.vmap of jvp": lambda f, x, t: func.vmap(lambda y: func.jvp(f, (y,), (x,))[1])(
+        torch.stack((x, t))
+    ),
+    "functional.jvp": lambda f, x, t: functional.jvp(f, x, t)[1],
+    "functional.jvp, strict": lambda f, x, t: functional.jvp(f, x, t, strict=True)[1],
+    "functional.hvp": lambda f, x, t: functional.hvp(square(f), x, t)[1],
+    "functional.vhp": lambda f, x, t: functional.vhp(square(f), x, t)[1],
+    "functional.hessian": lambda f, x, t: functional.hessian(square(f), x),
+    "make_dual": dual,
+    "gradient penalty": lambda f, x, t: gradient_penalty(f, x, False),
+    "gradient penalty and output": lambda f, x, t: gradient_penalty(f, x, True),
+}
+DERIVATIVES = REVERSE | OTHERS
+
+
+def kernels_run(x: Tensor) -> bool:
+    """Whether kernels, forced or chosen, take tensors of this dtype where x lies."""
+    if _backends._forced is not None:
+        return _backends._forced != "tiled"
+    return x.dtype.itemsize == 2 and len(flash_attn.available_backends(x.device)) > 1
+
+
+def problem(device: str, argument: str) -> tuple[Attend, Attend, Tensor, Tensor]:
+    """The library and the exact function of one of q, k, v (or all), a point and a tangent."""
+    dtype = torch.float64 if default_dtype() == torch.float32 else default_dtype()
+    others = {name: randn(*SHAPE, dtype=dtype, device=device) for name in "qkv"}
+    x, t = (randn(*SHAPE, dtype=dtype, device=device) for _ in range(2))
+
+    def of(attend: Callable[..., Tensor], convert: Callable[[Tensor], Tensor]) -> Attend:
+        def function(y: Tensor) -> Tensor:
+            if argument == "qkv":
+                return attend(y, y, y)
+            given = {name: convert(z) for name, z in others.items()} | {argument: y}
+            return attend(**given)
+
+        return function
+
+    return of(flash_attn_func, lambda z: z), of(naive, lambda z: z.double()), x, t
+
+
+def assert_right(result: Tensor | None, expected: Tensor, dtype: torch.dtype) -> None:
+    assert result is not None, "no derivative, and no error"
+    tolerance = 1e-9 if dtype == torch.float64 else 0.05
+    most = max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance * most)
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v", "qkv"])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivative(device, name, argument):
+    if (name, argument) == ("gradient penalty", "v"):
+        pytest.skip("the gradient of v does not depend on v")
+    attend, exact, x, t = problem(device, argument)
+    if kernels_run(x) and name in OTHERS:
+        with pytest.raises(NotImplementedError, match="kernels; use_backend.'tiled'. has"):
+            DERIVATIVES[name](attend, x, t)
+    else:
+        expected = DERIVATIVES[name](exact, x.double(), t.double())
+        assert_right(DERIVATIVES[name](attend, x, t), expected, x.dtype)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["of-compiled", "compiled"])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivative_and_compiler(device, name, whole):
+    """The derivative of a compiled function, and a compiled function that takes the derivative."""
+    attend, exact, x, t = problem(device, "q")
+    expected = DERIVATIVES[name](exact, x.double(), t.double())
+
+    def compiled(function: Attend, x: Tensor, t: Tensor) -> Tensor | None:
+        torch._dynamo.reset()
+        if whole:
+            taken = DERIVATIVES[name]
+            return torch.compile(lambda y: taken(function, y, t), backend="aot_eager")(x)
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        return DERIVATIVES[name](function, x, t)
+
+    try:
+        result = compiled(attend, x, t)
+    except (RuntimeError, torch._dynamo.exc.TorchDynamoException):
+        return
+    try:
+        assert_right(result, expected, x.dtype)
+    except AssertionError:  # the compiler may be wrong about PyTorch's own operations, too
+        with pytest.raises((AssertionError, RuntimeError)):
+            assert_right(compiled(exact, x.double(), t.double()), expected, torch.float64)
+
+
+DROPOUTS = {"error": 0.5, "different": 0.5, "same": 0.5, "error without dropout": 0.0}
+
+
+@pytest.mark.parametrize("randomness", DROPOUTS)
+def test_vmap_respects_randomness(device, randomness):
+    dtype = default_dtype()
+    x = randn(1, *SHAPE, dtype=dtype, device=device).expand(2, *SHAPE)
+    mapped = func.vmap(
+        lambda y: flash_attn_func(y, y, y, dropout_p=DROPOUTS[randomness]),
+        randomness=randomness.split()[0],
+    )
+    if randomness == "error":
+        with pytest.raises(RuntimeError, match="randomness"):
+            mapped(x)
+    else:
+        first, second = mapped(x)
+        assert torch.equal(first, second) == (randomness != "different")
+
+
+@pytest.mark.parametrize("in_dims", [(0, None, None), (1, 0, None), (None, 2, 0), (0, 1, 2)])
+def test_vmap_over_some(device, in_dims):
+    """Whichever of q, k and v have the mapped dimension, and where."""
+    inputs = [
+        randn(*SHAPE, dtype=default_dtype(), device=device)
+        if dim is None
+        else randn(*SHAPE[:dim], 3, *SHAPE[dim:], dtype=default_dtype(), device=device)
+        for dim in in_dims
+    ]
+    outs, lses = func.vmap(
+        lambda q, k, v: flash_attn_func(q, k, v, return_attn_probs=True)[:2], in_dims=in_dims
+    )(*inputs)
+    for b in range(3):
+        given = (x if d is None else x.select(d, b) for x, d in zip(inputs, in_dims, strict=True))
+        out, lse, _ = flash_attn_func(*given, return_attn_probs=True)
+        torch.testing.assert_close((outs[b], lses[b]), (out, lse))
+
+
+def test_varlen_has_the_same(device):
+    """Packed sequences go the same way: one of each kind."""
+    dtype = torch.float64 if default_dtype() == torch.float32 else default_dtype()
+    x, t = (randn(10, 2, 16, dtype=dtype, device=device) for _ in range(2))
+    bounds = int32([0, 5, 10], device)
+
+    def attend(y: Tensor) -> Tensor:
+        return flash_attn_varlen_func(y, y, y, bounds, bounds, 5, 5)
+
+    def exact(y: Tensor) -> Tensor:
+        y = y.unflatten(0, (2, 5))
+        return naive(y, y, y).flatten(0, 1)
+
+    for name in ("func.grad", "func.vmap", "func.jvp", "make_dual", "gradient penalty"):
+        if kernels_run(x) and name in OTHERS:
+            with pytest.raises(NotImplementedError, match="kernels"):
+                DERIVATIVES[name](attend, x, t)
+        else:
+            expected = DERIVATIVES[name](exact, x.double(), t.double())
+            assert_right(DERIVATIVES[name](attend, x, t), expected, dtype)
+
+
+def test_gradient_of_log_sum_exp_and_sinks_twice(device):
+    """All that is returned and all that is learned takes part in a second derivative."""
+    dtype = torch.float64 if default_dtype() == torch.float32 else default_dtype()
+    leaves = [randn(*SHAPE, dtype=dtype, device=device).requires_grad_() for _ in range(3)]
+    leaves.append(torch.randn(2, dtype=dtype, device=device, requires_grad=True))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor) -> Tensor:
+        out, lse, _ = flash_attn_func(q, k, v, s_aux=s_aux, causal=True, return_attn_probs=True)
+        return out.square().sum() + lse.sin().sum()
+
+    if dtype == torch.float64:
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+    else:
+        grads = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
+        for grad in grads:
+            with pytest.raises(NotImplementedError, match="kernels"):
+                torch.autograd.grad(grad.square().sum(), leaves, retain_graph=True)
+
+
+def test_cache_says_that_it_has_no_derivative(device):
+    dtype = default_dtype()
+    q, k, v = (randn(*SHAPE, dtype=dtype, device=device) for _ in range(3))
+    words = "flash_attn_with_kvcache.* has no derivative of any kind"
+    out = flash_attn_with_kvcache(q.clone().requires_grad_(), k, v)
+    with pytest.raises(NotImplementedError, match=words):
+        out.sum().backward()
+    calls = (
+        lambda: func.grad(lambda y: flash_attn_with_kvcache(y, k, v).sum())(q),
+        lambda: func.jvp(lambda y: flash_attn_with_kvcache(y, k, v), (q,), (q,)),
+        lambda: func.vmap(lambda y: flash_attn_with_kvcache(y, k, v))(torch.stack((q, q))),
+        lambda: dual(lambda y: flash_attn_with_kvcache(y, k, v), q, q),
+    )
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=words):
+            call()
+
+
+def test_gradient_of_the_scale(device):
+    """A softmax_scale that is learned gets its gradient."""
+    dtype = default_dtype()
+    q, k, v = (randn(*SHAPE, dtype=dtype, device=device) for _ in range(3))
+    scale = torch.nn.Parameter(torch.tensor([0.3], device=device))
+    dout = torch.randn_like(q)
+    (grad,) = torch.autograd.grad(flash_attn_func(q, k, v, softmax_scale=scale), scale, dout)
+    exact = scale.detach().double().requires_grad_()
+    scores = exact * torch.einsum("bihd,bjhd->bhij", q.double(), k.double())
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
+    (expected,) = torch.autograd.grad(out, exact, dout.double())
+    torch.testing.assert_close(grad.double(), expected, rtol=0.05, atol=0.05)
+    with torch.no_grad():
+        assert torch.equal(
+            flash_attn_func(q, k, v, softmax_scale=scale),
+            flash_attn_func(q, k, v, softmax_scale=scale.item()),
+        )
+    with pytest.raises(ValueError, match="softmax_scale must be one number, not 0"):
+        flash_attn_func(q, k, v, softmax_scale=torch.zeros((), requires_grad=True))
