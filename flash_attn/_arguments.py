@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_PLAIN_NUMBERS = frozenset((int, float, bool, type(None)))
+_STRIDED = torch.strided
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -110,11 +112,8 @@ class Options:
 
 def options(*numbers: Any) -> Options:
     """Check (dropout_p, softmax_scale, causal, window left, right, softcap, deterministic)."""
-    if not any(isinstance(x, Tensor) for x in numbers):  # whose values may change
-        try:
-            return _remembered_options(*numbers)
-        except TypeError:  # a wrong type, or one that cannot be hashed (symbolic numbers)
-            pass
+    if _PLAIN_NUMBERS.issuperset(map(type, numbers)):  # the value of a tensor may change
+        return _remembered_options(*numbers)
     return _check_options(*numbers)
 
 
@@ -441,7 +440,7 @@ def _kind(value: Any) -> str:
 
 def check_strided(name: str, value: Tensor) -> None:
     """Refuse tensors whose elements do not lie in memory at strides."""
-    if value.layout is not torch.strided or value.is_nested:
+    if value.layout is not _STRIDED or value.is_nested:
         kind = "nested tensor" if value.is_nested else f"tensor with the layout {value.layout}"
         raise TypeError(f"{name} must be a dense tensor (torch.strided), got a {kind}")
 
@@ -450,7 +449,8 @@ def _check_tensor(name: str, value: Any, like: Tensor, rank: int) -> None:
     """``value`` must be a tensor of this rank, on the device and of the dtype of ``like``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    check_strided(name, value)
+    if value.layout is not _STRIDED or value.is_nested:
+        check_strided(name, value)
     if value.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {value.dtype}")
     if value.device != like.device:
@@ -459,8 +459,15 @@ def _check_tensor(name: str, value: Any, like: Tensor, rank: int) -> None:
         raise ValueError(f"{name} must have {rank} dimensions, got shape {_shape(value)}")
 
 
-def _has_whole_rows(x: Tensor) -> bool:
-    return x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0
+def _whole_rows(name: str, x: Tensor) -> Tensor:
+    if x.stride(-1) == 1 or x.shape[-1] <= 1 or x.numel() == 0:
+        return x
+    if name.endswith("cache"):
+        raise ValueError(
+            f"{name}, which is updated in place, must be contiguous in its last dimension, "
+            f"got strides {x.stride()}"
+        )
+    return x.contiguous()
 
 
 def _check_qkv(
@@ -479,16 +486,9 @@ def _check_qkv(
         sizes = _remembered_sizes(q.shape, k.shape, v.shape, names)
     except TypeError:  # symbolic sizes cannot be hashed
         sizes = _check_sizes(q.shape, k.shape, v.shape, names)
-    tensors = [q, k, v]
-    for i, x in enumerate(tensors):
-        if not _has_whole_rows(x):
-            if names[i].endswith("cache"):
-                raise ValueError(
-                    f"{names[i]}, which is updated in place, must be contiguous in its last "
-                    f"dimension, got strides {x.stride()}"
-                )
-            tensors[i] = x.contiguous()
-    return (*tensors, sizes)
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = (_whole_rows(name, x) for name, x in zip(names, (q, k, v), strict=True))
+    return q, k, v, sizes
 
 
 def _check_sizes(

@@ -24,7 +24,10 @@ from flash_attn._arguments import Attention
 from flash_attn._backends import cuda, tiled
 from flash_attn._backends.philox import draw_rng_state
 
-_ORDINARY = (Tensor, torch.nn.Parameter)
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
+# Types of arguments that hide nothing: kernels may read these tensors where they lie.
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float))
 
 # out, softmax_lse and S_dmask, which is None unless it was asked for and there is dropout.
 Forward = tuple[Tensor, Tensor, Tensor | None]
@@ -156,7 +159,8 @@ def _dense_forward(*arguments: Any) -> Forward:
     if key is not None and key not in _launches:
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
-        _launches[key] = _backends.launch(problem)
+        in_place = problem.q is q and problem.k is k and problem.v is v
+        _launches[key] = _backends.launch(problem) if in_place else None
     return _run_forward(problem, rng_state, return_softmax, out)
 
 
@@ -395,44 +399,47 @@ def _operator(
     """
     signature = inspect.signature(arguments)
     names = list(signature.parameters)
-    defaults = {name: p.default for name, p in signature.parameters.items()}
+    defaults = [p.default for p in signature.parameters.values()]
     annotations = [p.annotation for p in signature.parameters.values()]
     tensors = [i for i, kind in enumerate(annotations) if kind in (Tensor, Tensor | None)]
-    readers = [
-        (i, names[i], _arguments.READERS[kind])
-        for i, kind in enumerate(annotations)
-        if kind in _arguments.READERS
-    ]
-    written = [names.index(destination) for destination in destinations]
-    taken = [i for i in range(len(names)) if i not in written]
-    place = {name: i for i, name in enumerate(names)}
+    numbers = [(i, x) for i, x in enumerate(annotations) if x in _arguments.READERS]
+    first_written, last_written = names.index(destinations[0]), names.index(destinations[-1])
+    before, after = slice(first_written), slice(last_written + 1, None)  # the destinations
     is_attention = backward_of is not None
+    i_dropout, i_scale, i_softmax, i_state = (
+        names.index(x) if is_attention else 0
+        for x in ("dropout_p", "softmax_scale", "return_softmax", "rng_state")
+    )
+    i_lengths = names.index("cache_seqlens") if "cache_seqlens" in names else None
 
     def values_of(given: int, kwargs: dict[str, Any]) -> list[Any]:
         """The parameters after the first, given ones. (inspect's own binding takes 20 us more.)"""
-        rest = names[given:]
-        values = [kwargs[name] if name in kwargs else defaults[name] for name in rest]
-        if any(x is inspect.Parameter.empty for x in values) or not kwargs.keys() <= set(rest):
+        rest = range(given, len(names))
+        values = [kwargs[names[i]] if names[i] in kwargs else defaults[i] for i in rest]
+        if inspect.Parameter.empty in values or not kwargs.keys() <= set(names[given:]):
             signature.bind(*[None] * given, **kwargs)  # raises what says what is wrong
         return values
 
-    def registered(*args: Any) -> Any:
-        """``plain`` of the operator's arguments, of which the last may be left out."""
-        values: list[Any] = [None] * len(names)
-        for i, value in zip(taken, args, strict=False):
-            values[i] = value
-        for i in taken[len(args) :]:
-            values[i] = defaults[names[i]]
-        first, *others = plain(*values)
+    def taken(args: Sequence[Any]) -> list[Any]:
+        """The operator's arguments: all but the destinations."""
+        return [*args[before], *args[after]]
+
+    def plain_of(operands: Sequence[Any]) -> Any:
+        return plain(*operands[before], *[None] * len(destinations), *operands[first_written:])
+
+    def registered(*operands: Any) -> Any:
+        """The operator: its last operands may be left out, and all of its results are tensors."""
+        operands = (*operands, *taken(defaults)[len(operands) :])
+        first, *others = plain_of(operands)
         return first, *(first.new_empty(0) if x is None else x for x in others)
 
-    def dispatched(*args: Any) -> Any:
+    def dispatched(*operands: Any) -> Any:
         if forward_ad._current_level >= 0:  # the tangents of a compiled call are not seen here
-            raise NotImplementedError(f"{name} has no forward-mode derivative in torch.compile")
-        return registered(*args)
+            raise NotImplementedError(no_gradient)
+        return registered(*operands)
 
     vars(dispatched)["__signature__"] = signature.replace(
-        parameters=[signature.parameters[names[i]] for i in taken], return_annotation=results
+        parameters=taken(list(signature.parameters.values())), return_annotation=results
     )
     definition = torch.library.custom_op(f"flash_attn::{name}", dispatched, mutates_args=mutates)
     definition.register_fake(registered)
@@ -441,100 +448,98 @@ def _operator(
     setup_context: Callable[..., None] = _save_nothing
     backward: Callable[..., Any] = functools.partial(_refuse, no_gradient)
     if backward_of is not None:
-        taken_names = [names[i] for i in taken]
-        setup_context = functools.partial(_save_for_backward, taken_names)
-        backward = functools.partial(_backward, taken_names, arguments, backward_of)
+        operand_names = taken(names)
+        positions = [operand_names.index(names[i]) for i in tensors if names[i] in operand_names]
+        setup_context = functools.partial(_save_for_backward, positions)
+        backward = functools.partial(_backward, operand_names, positions, arguments, backward_of)
         definition.register_autograd(backward, setup_context=setup_context)
-        no_gradient = f"{name} has no forward-mode derivative in its kernels; {_OTHERS}"
+        no_gradient = f"{name} has no forward mode in its kernels and in torch.compile; {_OTHERS}"
 
-    def run(*args: Any) -> Any:
-        return op(*args) if _is_watched(args) else registered(*args)
+    def run(*operands: Any) -> Any:
+        return op(*operands) if _is_watched(operands) else plain_of(operands)
 
     function = _autograd_function(name, run, setup_context, backward, no_gradient)
     # Its own apply looks for functorch transforms, which `routed` has done: 2.5 us.
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
 
     def derived(args: list[Any], watched: bool) -> list[Any]:
-        """What a derivative is wanted of, or what something must see."""
-        for i in tensors:
-            if isinstance(args[i], Tensor):
-                _arguments.check_strided(names[i], args[i])
-        if is_attention:
-            i_scale = place["softmax_scale"]
+        """A call that a derivative is wanted of, or that something must see."""
+        if is_attention and isinstance(args[i_scale], Tensor):
             args[0], args[i_scale] = _carry_scale(args[0], args[i_scale])
-        for i, parameter, read in readers:
-            args[i] = read(parameter, args[i])
-        if "cache_seqlens" in place:
-            args[place["cache_seqlens"]] = _as_lengths(args[place["cache_seqlens"]], args[0])
-        operands = [args[i] for i in taken]
-        if is_attention and _wants_gradient(operands) and args[place["out"]] is not None:
+        for i, kind in numbers:
+            if type(args[i]) is not kind:
+                args[i] = _arguments.READERS[kind](names[i], args[i])
+        if i_lengths is not None:
+            args[i_lengths] = _as_lengths(args[i_lengths], args[0])
+        operands, given = taken(args), args[first_written : last_written + 1]
+        if is_attention and given != [None] and _wants_gradient(args, tensors):
             raise ValueError(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )
-        functorch = torch._C._are_functorch_transforms_active()
-        if functorch and (mutates or torch.compiler.is_compiling()):
-            raise NotImplementedError(
-                no_gradient if mutates else f"{name} has no torch.func transforms in torch.compile"
-            )
-        if functorch or _has_tangent(operands):
-            problem = arguments(*args) if is_attention else None
-            if problem is not None and _backends.choose(problem) == "tiled":
-                return_softmax = args[place["return_softmax"]] and problem.dropout_p > 0
-                state = args[place["rng_state"]]
-                output = tiled.differentiable_forward(problem, state, return_softmax)
-            else:
-                output = function.apply(*operands)
+        output: Any
+        if torch._C._are_functorch_transforms_active() or _has_tangent(operands):
+            output = transformed(args, operands)
         else:
             output = op(*operands) if watched else apply(*operands)
-        results: list[Any] = list(output)
-        for result, i in enumerate(written):
-            if args[i] is not None:
-                values = results[result]
-                _arguments.check_destination(names[i], args[i], values, values.shape)
-                results[result] = args[i].copy_(values)
-        return results
+        written: list[Any] = list(output)
+        for i, destination in enumerate(given):
+            if destination is not None:
+                values = written[i]
+                _arguments.check_destination(destinations[i], destination, values, values.shape)
+                written[i] = destination.copy_(values)
+        return written
+
+    @torch.compiler.disable
+    def transformed(args: list[Any], operands: list[Any]) -> Any:
+        """A call under torch.func's transforms, or that forward mode runs through."""
+        if mutates:
+            raise NotImplementedError(no_gradient)
+        if is_attention:
+            problem = arguments(*args)
+            if _backends.choose(problem) == "tiled":
+                return_softmax = args[i_softmax] and problem.dropout_p > 0
+                return tiled.differentiable_forward(problem, args[i_state], return_softmax)
+        return function.apply(*operands)
 
     @functools.wraps(arguments)
     def routed(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) < len(names):
             args = (*args, *values_of(len(args), kwargs))
-        if is_attention and args[place["rng_state"]] is None and args[place["dropout_p"]]:
-            state = draw_rng_state(args[0].device)
-            args = tuple(state if i == place["rng_state"] else x for i, x in enumerate(args))
-        given = [args[i] for i in tensors]
-        watched = torch.compiler.is_compiling() or _is_watched(given)
+        if is_attention and args[i_state] is None and args[i_dropout]:
+            args = (*args[:i_state], draw_rng_state(args[0].device), *args[i_state + 1 :])
+        watched = torch.compiler.is_compiling() or _is_watched(args)
         special = (
             watched
-            or _wants_gradient(given)
             or torch._C._are_functorch_transforms_active()
-            or _has_tangent(given)
-            or (is_attention and isinstance(args[place["softmax_scale"]], Tensor))
+            or _wants_gradient(args, tensors)
+            or (forward_ad._current_level >= 0 and _has_tangent(args))
+            or (is_attention and isinstance(args[i_scale], Tensor))
         )
-        output: Any
-        if special:
-            output = derived(list(args), watched)
-        else:
-            output = plain(*args)
-        return (*output, args[place["rng_state"]]) if is_attention else output
+        if watched:
+            for i in tensors:
+                if isinstance(args[i], Tensor):
+                    _arguments.check_strided(names[i], args[i])
+        output: Any = derived(list(args), watched) if special else plain(*args)
+        return (*output, args[i_state]) if is_attention else output
 
     vars(routed)["__signature__"] = signature
     return routed
 
 
-def _is_watched(given: Sequence[Any]) -> bool:
+def _is_watched(args: Sequence[Any]) -> bool:
     """Whether something must see the operator: a dispatch mode, or a subclass of Tensor."""
     if torch._C._len_torch_dispatch_stack() > 0:
         return True
-    for x in given:  # faster than any(), on every call's path
-        if isinstance(x, Tensor) and type(x) not in _ORDINARY:
-            return True
-    return False
+    if _ORDINARY.issuperset(map(type, args)):  # a third of the time of a loop, on every call's path
+        return False
+    return any(isinstance(x, Tensor) and type(x) not in _ORDINARY for x in args)
 
 
-def _wants_gradient(given: Sequence[Any]) -> bool:
+def _wants_gradient(args: Sequence[Any], tensors: Sequence[int]) -> bool:
     if torch.is_grad_enabled():
-        for x in given:
-            if getattr(x, "requires_grad", False):
+        for i in tensors:  # faster than any() and isinstance, on every call's path
+            x = args[i]
+            if x is not None and getattr(x, "requires_grad", False):
                 return True
     return False
 
@@ -556,7 +561,7 @@ def _carry_scale(q: Tensor, scale: Any) -> tuple[Tensor, Any]:
             f"of shape {tuple(scale.shape)}"
         )
     value = scale.detach()
-    return q * (scale / value).reshape(()).to(q.dtype), value
+    return (q.to(torch.promote_types(q.dtype, torch.float32)) * (scale / value)).to(q.dtype), value
 
 
 def _as_lengths(cache_seqlens: Any, q: Tensor) -> Tensor | None:
@@ -580,13 +585,15 @@ def _autograd_function(
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         """One call after the other: their operands need not lie at strides of one tensor."""
-        outputs = []
+        calls = []
         for b in range(info.batch_size):
-            slices = (
-                x if dim is None else x.select(dim, b) for x, dim in zip(args, in_dims, strict=True)
+            slices = zip(args, in_dims, strict=True)
+            calls.append(
+                function.apply(*(x if dim is None else x.select(dim, b) for x, dim in slices))
             )
-            outputs.append(function.apply(*slices))
-        return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
+        columns = zip(*calls, strict=True)
+        outputs = tuple(None if column[0] is None else torch.stack(column) for column in columns)
+        return outputs, tuple(None if output is None else 0 for output in outputs)
 
     members = {
         "forward": staticmethod(run),
@@ -608,17 +615,26 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _save_for_backward(
-    names: list[str], ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+    positions: Sequence[int], ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 ) -> None:
+    """Save out, log-sum-exp and the tensors among the inputs, which are at these positions."""
     out, lse, probs = output
-    ctx.mark_non_differentiable(probs)
+    if probs is not None:
+        ctx.mark_non_differentiable(probs)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), out, lse)
-    ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
+    options = list(inputs)
+    saved = [out, lse]
+    for i in positions:
+        if i < len(options):  # the dispatcher leaves out the last if they equal their defaults
+            saved.append(options[i])
+            options[i] = None
+    ctx.save_for_backward(*saved)
+    ctx.options = options
 
 
 def _backward(
     names: list[str],
+    positions: Sequence[int],
     problem_of: Callable[..., Attention],
     backward_of: Callable[..., Any],
     ctx: Any,
@@ -626,11 +642,12 @@ def _backward(
     dlse: Tensor | None,
     *_: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    # The dispatcher leaves out trailing arguments that equal their defaults.
+    # What torch.func.vjp returns runs when its transform has ended, as its wrappers do not say.
+    saved: list[Any] = [x if x is None else _unwrap_if_dead(x) for x in ctx.saved_tensors]
+    out, lse, *tensors = saved
     names = names[: len(ctx.options)]
-    values = (o if t is None else t for t, o in zip(tensors, ctx.options, strict=True))
-    inputs = dict(zip(names, values, strict=True))
+    inputs = dict(zip(names, ctx.options, strict=True))
+    inputs |= {names[i]: x for i, x in zip(positions, tensors, strict=False)}
     needed = {n for n, needs in zip(names, ctx.needs_input_grad, strict=False) if needs}
     if inputs.get("block_table") is not None:
         raise NotImplementedError(

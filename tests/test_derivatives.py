@@ -6,20 +6,54 @@ all others too; where kernels run they raise NotImplementedError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from conftest import BACKENDS, backend_params, running_on
 from helpers import default_dtype, int32, randn
 from torch import Tensor, func
 from torch.autograd import functional
 
-import flash_attn
-from flash_attn import _backends, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import (
+    _arguments,
+    _backends,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn._backends import tiled
 
 Attend = Callable[[Tensor], Tensor]
 SHAPE = (2, 5, 2, 16)
+NO_OPTIONS = (0.0, None, False, -1, -1, 0.0, False)
+
+
+@pytest.fixture(params=backend_params(*BACKENDS, "cpu-as-kernels"))
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of BACKENDS, or a CPU whose tiled forward and backward are called as kernels are.
+
+    Like kernels they take tensors by address, and neither autograd nor torch.func sees inside.
+    """
+    if request.param != "cpu-as-kernels":
+        with running_on(request.param) as name:
+            yield name
+        return
+
+    def forward(problem: Any, *rest: Any) -> Any:
+        assert problem.q.data_ptr() and problem.k.data_ptr() and problem.v.data_ptr()
+        return tiled.forward(problem, *rest)
+
+    def backward(problem: Any, dout: Tensor, *rest: Any) -> Tensor:
+        assert problem.q.data_ptr() and dout.data_ptr()
+        return tiled.backward(problem, dout, *rest)
+
+    monkeypatch.setattr(_backends, "choose", lambda problem, direction="forward": "sm80")
+    monkeypatch.setattr(_backends, "forward", forward)
+    monkeypatch.setattr(_backends, "backward", backward)
+    yield "cpu"
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,9 +114,8 @@ DERIVATIVES = REVERSE | OTHERS
 
 def kernels_run(x: Tensor) -> bool:
     """Whether kernels, forced or chosen, take tensors of this dtype where x lies."""
-    if _backends._forced is not None:
-        return _backends._forced != "tiled"
-    return x.dtype.itemsize == 2 and len(flash_attn.available_backends(x.device)) > 1
+    q = x.unflatten(0, (-1, 5)) if x.dim() == 3 else x
+    return _backends.choose(_arguments.dense(q, q, q, _arguments.options(*NO_OPTIONS))) != "tiled"
 
 
 def problem(device: str, argument: str) -> tuple[Attend, Attend, Tensor, Tensor]:
@@ -117,7 +150,7 @@ def test_derivative(device, name, argument):
         pytest.skip("the gradient of v does not depend on v")
     attend, exact, x, t = problem(device, argument)
     if kernels_run(x) and name in OTHERS:
-        with pytest.raises(NotImplementedError, match="kernels; use_backend.'tiled'. has"):
+        with pytest.raises(NotImplementedError, match="kernels.*; use_backend.'tiled'. has"):
             DERIVATIVES[name](attend, x, t)
     else:
         expected = DERIVATIVES[name](exact, x.double(), t.double())
@@ -219,7 +252,7 @@ def test_gradient_of_log_sum_exp_and_sinks_twice(device):
         out, lse, _ = flash_attn_func(q, k, v, s_aux=s_aux, causal=True, return_attn_probs=True)
         return out.square().sum() + lse.sin().sum()
 
-    if dtype == torch.float64:
+    if not kernels_run(leaves[0].detach()):
         assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
     else:
         grads = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
@@ -257,7 +290,7 @@ def test_gradient_of_the_scale(device):
     scores = exact * torch.einsum("bihd,bjhd->bhij", q.double(), k.double())
     out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
     (expected,) = torch.autograd.grad(out, exact, dout.double())
-    torch.testing.assert_close(grad.double(), expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(grad.double(), expected, rtol=0.1, atol=0.1)
     with torch.no_grad():
         assert torch.equal(
             flash_attn_func(q, k, v, softmax_scale=scale),

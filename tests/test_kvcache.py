@@ -21,6 +21,7 @@ from helpers import (
 )
 from oracle import Attention, Decode, Expected, Storage, assert_close_to_oracle, expect, on_host
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn
 from flash_attn import flash_attn_with_kvcache
@@ -340,3 +341,25 @@ def test_lengths_beyond_the_cache_are_clamped(device):
     assert out.shape == case.attention.q.shape
     assert_guard_intact(case.attention.k)
     assert_guard_intact(case.attention.v)
+
+
+def test_rotary_table_for_the_cache_is_enough(device):
+    """With a mask and more queries than new keys: a row for each place that is in use is asked for.
+
+    Of lengths that the host does not know none may need more than the cache has places.
+    """
+    case = decode([0, 3, 33], 7, 2, 40, rotary_dim=16, device=device, window_size=(9, 0))
+    tables = case.rotary_cos[:40], case.rotary_sin[:40]
+    check(replace(case, rotary_cos=tables[0], rotary_sin=tables[1]))
+
+
+def test_rotary_table_where_lengths_are_not_known():
+    def decode_with(rows: int) -> Tensor:
+        cache, new, table = randn(3, 40, 2, 32), randn(3, 2, 2, 32), randn(rows, 8)
+        arguments = randn(3, 7, 4, 32), cache, cache, new, new, table, table, int32([0, 3, 33])
+        with FakeTensorMode() as mode:  # which has no values, as the host has none of a GPU's
+            return flash_attn_with_kvcache(*map(mode.from_tensor, arguments), window_size=(9, 0))
+
+    assert decode_with(40).shape == (3, 7, 4, 32)
+    with pytest.raises(ValueError, match="rotary_cos must have a row for each of 40 positions"):
+        decode_with(39)
