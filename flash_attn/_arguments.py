@@ -8,7 +8,6 @@ the CPU are read and checked.
 import functools
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,86 +15,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from flash_attn._numbers import flag, integer, real
+from flash_attn._numbers import scale as read_scale
+
 _PLAIN_NUMBERS = frozenset((int, float, bool, type(None)))
 _STRIDED = torch.strided
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def integer(name: str, value: Any) -> int:
-    """Return an integer of any kind: of Python or NumPy, a tensor of one element, symbolic."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return value  # type: ignore[return-value]
-    if not isinstance(value, bool) and not (isinstance(value, Tensor) and _is_no_integer(value)):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be an int, got {_described(value)}")
-
-
-def real(name: str, value: Any) -> float:
-    """Return a number of any kind: of Python or NumPy, a tensor of one element, symbolic."""
-    if type(value) is float or isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return value  # type: ignore[return-value]
-    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} has no gradient, got a tensor that requires one: pass {name}.detach()"
-        )
-    several = isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex())
-    if hasattr(value, "__float__") and not several:
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name} must be finite, got {_described(value)}") from None
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be a number, got {_described(value)}")
-
-
-def flag(name: str, value: Any) -> bool:
-    """Return a flag: a bool or an int of Python or NumPy, a tensor of one such element, or None."""
-    if value is None or type(value) is bool:
-        return bool(value)
-    if isinstance(value, Tensor):
-        if value.numel() == 1 and (value.dtype == torch.bool or not _is_no_integer(value)):
-            return bool(value)
-    elif hasattr(value, "dtype") and value.dtype == bool and value.ndim == 0:  # NumPy's
-        return bool(value)
-    else:
-        try:
-            return bool(operator.index(value))
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be a bool, got {_described(value)}")
-
-
-def softmax_scale_of(name: str, value: Any) -> float | None:
-    """Return a number, or None; a bool is more likely a mistake than a scale."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got bool")
-    return None if value is None else real(name, value)
-
-
-# How an argument with this annotation is read.
-READERS: dict[Any, Callable[[str, Any], Any]] = {
-    int: integer,
-    float: real,
-    bool: flag,
-    float | None: softmax_scale_of,
-}
-
-
-def _is_no_integer(x: Tensor) -> bool:
-    return x.dtype == torch.bool or x.is_floating_point() or x.is_complex() or x.numel() != 1
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {_shape(value)}"
-    kind = type(value).__name__
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"an {kind} of {value.bit_length()} bits"  # too large for what was asked
-    return f"{kind} {value}" if isinstance(value, float) else kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,11 +593,11 @@ def _values(x: Tensor | None) -> list[Any] | None:
 
 def _check_values_of_varlen(a: Attention) -> None:
     """Check cu_seqlens, the longest lengths and pages, as far as they lie on the CPU."""
-    lengths_q = _lengths("cu_seqlens_q", a.cu_seqlens_q, "q", a.q.shape[0])
+    lengths_q = lengths_of("cu_seqlens_q", a.cu_seqlens_q, "q", a.q.shape[0])
     if lengths_q is not None:
-        _check_longest("max_seqlen_q", a.max_seqlen_q, lengths_q)
+        check_longest("max_seqlen_q", a.max_seqlen_q, lengths_q)
     total_k = None if a.block_table is not None else a.k.shape[0]
-    lengths_k = _lengths("cu_seqlens_k", a.cu_seqlens_k, "k", total_k)
+    lengths_k = lengths_of("cu_seqlens_k", a.cu_seqlens_k, "k", total_k)
     if lengths_k is None:
         return
     used = _values(a.seqused_k)
@@ -686,7 +611,7 @@ def _check_values_of_varlen(a: Attention) -> None:
                     )
         lengths_k = list(map(min, used, lengths_k))
     first = _check_leftpad("leftpad_k", a.leftpad_k) or [0] * a.batch
-    _check_longest("max_seqlen_k", a.max_seqlen_k, list(map(operator.sub, lengths_k, first)))
+    check_longest("max_seqlen_k", a.max_seqlen_k, list(map(operator.sub, lengths_k, first)))
     _check_pages(a, first, lengths_k)
 
 
@@ -706,7 +631,7 @@ def _check_values_of_cache(a: Attention) -> None:
     _check_pages(a, first, used)
 
 
-def _lengths(name: str, cu_seqlens: Tensor | None, rows_of: str, total: int | None) -> Any:
+def lengths_of(name: str, cu_seqlens: Tensor | None, rows_of: str, total: int | None) -> Any:
     """The lengths that cu_seqlens delimits, of a tensor of ``total`` rows; None if not known."""
     bounds = _values(cu_seqlens)
     if bounds is None:
@@ -724,7 +649,7 @@ def _lengths(name: str, cu_seqlens: Tensor | None, rows_of: str, total: int | No
     return lengths
 
 
-def _check_longest(name: str, given: int, lengths: list[int]) -> None:
+def check_longest(name: str, given: int, lengths: list[int]) -> None:
     longest = max(lengths, default=0)
     if given < longest:
         raise ValueError(f"{name} must be at least the longest length, {longest}, got {given}")
@@ -770,7 +695,7 @@ def _check_options(
     deterministic: Any,
 ) -> Options:
     left, right = integer("window_size", window_left), integer("window_size", window_right)
-    scale = softmax_scale_of("softmax_scale", softmax_scale)
+    scale = read_scale("softmax_scale", softmax_scale)
     dropout_p, softcap = real("dropout_p", dropout_p), real("softcap", softcap)
     for name, number, limit, accepted in (
         ("dropout_p", dropout_p, 1, "in [0, 1)"),
@@ -792,6 +717,3 @@ def _check_options(
 # A model calls with the same options and shapes over and over.
 _remembered_options = functools.lru_cache(maxsize=256, typed=True)(_check_options)
 _remembered_sizes = functools.lru_cache(maxsize=1024)(_check_sizes)
-
-
-_is_readable = is_readable

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn import _arguments, _backends
+from flash_attn import _arguments, _backends, _numbers
 from flash_attn._arguments import Attention
 from flash_attn._backends import cuda, tiled
 from flash_attn._backends.philox import draw_rng_state
@@ -113,7 +113,7 @@ def _varlen_problem(
 
     ``zero_tensors`` is accepted for compatibility: rows outside every sequence are always zero.
     """
-    if _arguments.integer("num_splits", num_splits) > 1:
+    if _numbers.integer("num_splits", num_splits) > 1:
         raise RuntimeError(f"num_splits > 1 is not supported, got {num_splits}")
     options = _arguments.options(
         dropout_p,
@@ -291,7 +291,7 @@ def _flash_attn_with_kvcache(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append to the cache in place, then attend to it; returns out and softmax_lse."""
-    if _arguments.integer("num_splits", num_splits) < 0:
+    if _numbers.integer("num_splits", num_splits) < 0:
         raise ValueError(
             f"num_splits must be at least 0 (0: the library chooses), got {num_splits}"
         )
@@ -384,7 +384,7 @@ def _operator(
     plain: Callable[..., Any],
     arguments: Callable[..., Any],
     results: Any,
-    destinations: Sequence[str],
+    destinations: dict[str, Callable[[list[Any]], tuple[int, ...]]],
     backward_of: Callable[..., Any] | None = None,
     no_gradient: str = "",
     mutates: Sequence[str] = (),
@@ -392,19 +392,19 @@ def _operator(
     """Register ``plain`` as torch.ops.flash_attn.<name>; return what routes calls to it.
 
     The signature is that of ``arguments``; ``results`` are the types of what the operator returns.
-    The ``destinations``, which the first results are written to, are no part of the operator, whose
-    results must not alias its arguments. Of an attention, ``arguments`` makes the problem,
-    ``backward_of`` is the routed operator of its gradients, and the routed function also returns
-    the rng_state. Others say why they have no gradient.
+    The ``destinations`` (name: shape, from the arguments), which the first results are written to,
+    are no part of the operator, whose results must not alias its arguments. Of an attention,
+    ``arguments`` makes the problem, ``backward_of`` is the routed operator of its gradients, and
+    the routed function also returns the rng_state. Others say why they have no gradient.
     """
     signature = inspect.signature(arguments)
     names = list(signature.parameters)
     defaults = [p.default for p in signature.parameters.values()]
     annotations = [p.annotation for p in signature.parameters.values()]
     tensors = [i for i, kind in enumerate(annotations) if kind in (Tensor, Tensor | None)]
-    numbers = [(i, x) for i, x in enumerate(annotations) if x in _arguments.READERS]
-    first_written, last_written = names.index(destinations[0]), names.index(destinations[-1])
-    before, after = slice(first_written), slice(last_written + 1, None)  # the destinations
+    numbers = [(i, x) for i, x in enumerate(annotations) if x in _numbers.READERS]
+    first_written = min(map(names.index, destinations))
+    end_written = first_written + len(destinations)
     is_attention = backward_of is not None
     i_dropout, i_scale, i_softmax, i_state = (
         names.index(x) if is_attention else 0
@@ -422,10 +422,11 @@ def _operator(
 
     def taken(args: Sequence[Any]) -> list[Any]:
         """The operator's arguments: all but the destinations."""
-        return [*args[before], *args[after]]
+        return [*args[:first_written], *args[end_written:]]
 
     def plain_of(operands: Sequence[Any]) -> Any:
-        return plain(*operands[before], *[None] * len(destinations), *operands[first_written:])
+        unwritten = [None] * len(destinations)
+        return plain(*operands[:first_written], *unwritten, *operands[first_written:])
 
     def registered(*operands: Any) -> Any:
         """The operator: its last operands may be left out, and all of its results are tensors."""
@@ -468,28 +469,32 @@ def _operator(
             args[0], args[i_scale] = _carry_scale(args[0], args[i_scale])
         for i, kind in numbers:
             if type(args[i]) is not kind:
-                args[i] = _arguments.READERS[kind](names[i], args[i])
+                args[i] = _numbers.READERS[kind](names[i], args[i])
         if i_lengths is not None:
             args[i_lengths] = _as_lengths(args[i_lengths], args[0])
-        operands, given = taken(args), args[first_written : last_written + 1]
+        operands, given = taken(args), args[first_written:end_written]
+        for destination, (parameter, shape_of) in zip(given, destinations.items(), strict=True):
+            if destination is not None:  # copy_ would broadcast and convert
+                _arguments.check_destination(parameter, destination, args[0], shape_of(args))
         if is_attention and given != [None] and _wants_gradient(args, tensors):
             raise ValueError(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )
         output: Any
-        if torch._C._are_functorch_transforms_active() or _has_tangent(operands):
+        functorch = torch._C._are_functorch_transforms_active()
+        if functorch and torch.compiler.is_compiling():
+            torch.ops.flash_attn.refuse_transforms(torch.empty(0))
+        if functorch or _has_tangent(operands):
             output = transformed(args, operands)
         else:
             output = op(*operands) if watched else apply(*operands)
         written: list[Any] = list(output)
         for i, destination in enumerate(given):
             if destination is not None:
-                values = written[i]
-                _arguments.check_destination(destinations[i], destination, values, values.shape)
-                written[i] = destination.copy_(values)
+                written[i] = destination.copy_(written[i])
         return written
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # torch.compile would go on with the functions that this calls
     def transformed(args: list[Any], operands: list[Any]) -> Any:
         """A call under torch.func's transforms, or that forward mode runs through."""
         if mutates:
@@ -544,6 +549,20 @@ def _wants_gradient(args: Sequence[Any], tensors: Sequence[int]) -> bool:
     return False
 
 
+@torch.library.custom_op("flash_attn::refuse_transforms", mutates_args=())
+def _refuse_transforms(nothing: Tensor) -> Tensor:
+    """Raise, as an operator: at a plain raise the compiler goes on without, and takes the gradient.
+
+    (A graph break within torch.func's transforms gives gradients of zero, torch 2.11 and 2.13.)
+    """
+    raise NotImplementedError(
+        "flash_attn has no torch.func transforms in torch.compile: compile what is in the transform"
+    )
+
+
+_refuse_transforms.register_fake(_refuse_transforms._init_fn)
+
+
 def _has_tangent(given: Sequence[Any]) -> bool:
     """Whether forward-mode differentiation runs through one of them."""
     return forward_ad._current_level >= 0 and any(
@@ -568,7 +587,7 @@ def _as_lengths(cache_seqlens: Any, q: Tensor) -> Tensor | None:
     """The plain implementation takes an int cache_seqlens, the operator's schema does not."""
     if cache_seqlens is None or (isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0):
         return cache_seqlens
-    length = _arguments.integer("cache_seqlens", cache_seqlens)
+    length = _numbers.integer("cache_seqlens", cache_seqlens)
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
@@ -714,8 +733,13 @@ def _sink_gradient(s_aux: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(p * delta).sum(rows).to(s_aux.dtype)
 
 
+_OUT = {"out": lambda args: (*args[0].shape[:-1], args[2].shape[-1])}  # of q, and of v
+_GRADIENTS = {
+    "dq": lambda args: args[1].shape,
+    "dk": lambda args: args[2].shape,
+    "dv": lambda args: args[3].shape,
+}
 _OTHERS = "use_backend('tiled') has derivatives of every order and mode"
-_Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 _NO_SECOND = f"the gradient of attention has no derivative in its kernels; {_OTHERS}"
 
 flash_attn_backward, flash_attn_varlen_backward = (
@@ -723,8 +747,8 @@ flash_attn_backward, flash_attn_varlen_backward = (
         f"flash_attn_{layout}_backward",
         plain,
         plain,
-        _Gradients,
-        ("dq", "dk", "dv"),
+        tuple[Tensor, Tensor, Tensor, Tensor],
+        _GRADIENTS,
         no_gradient=_NO_SECOND,
     )
     for layout, plain in (("dense", _dense_backward), ("varlen", _varlen_backward))
@@ -735,7 +759,7 @@ flash_attn_forward, flash_attn_varlen_forward = (
         plain,
         problem_of,
         tuple[Tensor, Tensor, Tensor],
-        ("out",),
+        _OUT,
         backward_of=backward_of,
     )
     for layout, plain, problem_of, backward_of in (
@@ -748,7 +772,7 @@ flash_attn_with_kvcache = _operator(
     _flash_attn_with_kvcache,
     _flash_attn_with_kvcache,
     tuple[Tensor, Tensor],
-    ("out",),
+    _OUT,
     no_gradient=(
         "flash_attn_with_kvcache, which updates its cache in place, has no derivative of any kind "
         "and no vmap: use flash_attn_func or flash_attn_varlen_func"

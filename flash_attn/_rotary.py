@@ -1,7 +1,14 @@
 """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864): the one implementation."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._C._autograd import CreationMeta, _get_creation_meta
+
+from flash_attn._arguments import check_longest, is_readable, lengths_of
+from flash_attn._numbers import integer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -56,8 +63,7 @@ def apply_rotary(
     cos, sin : (seqlen_ro, rotary_dim / 2)
         Table over positions; rotary_dim <= headdim.
     seqlen_offsets : int or (batch,) int32 or int64
-        Position of the first token of each sequence. Positions that a tensor puts outside the
-        table are clamped into it (an int is checked).
+        Position of the first token of each sequence.
     cu_seqlens : (batch + 1,) int32 or int64, optional
         Where each sequence starts in ``x``. Tokens that belong to no sequence are not rotated.
     max_seqlen : int, required with ``cu_seqlens``
@@ -65,8 +71,7 @@ def apply_rotary(
     interleaved : bool
         See :func:`rotate`.
     inplace : bool
-        Write the result to ``x`` and return ``x``. As for every in-place operation of PyTorch,
-        ``x`` must not be a leaf that requires a gradient.
+        Write the result to ``x`` and return :func:`in_place`'s tensor on the memory of ``x``.
     conjugate : bool
         Rotate by the negative angle.
 
@@ -79,8 +84,13 @@ def apply_rotary(
     ------
     TypeError, ValueError
         Naming the argument, what was given and what is accepted.
+
+    Notes
+    -----
+    Offsets and ``cu_seqlens`` on the CPU are read and checked. Elsewhere, as reading them would
+    wait for the device, positions outside the table are clamped into it.
     """
-    _check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    seqlen_offsets = check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if cu_seqlens is not None:
         cos, sin = _gather_packed(x.shape[0], cos, sin, seqlen_offsets, cu_seqlens)
     elif isinstance(seqlen_offsets, Tensor):
@@ -90,8 +100,106 @@ def apply_rotary(
     else:
         positions_in_table = slice(seqlen_offsets, seqlen_offsets + x.shape[1])
         cos, sin = cos[positions_in_table], sin[positions_in_table]
-    out = rotate(x, cos, -sin if conjugate else sin, interleaved)
-    return x.copy_(out) if inplace else out
+    sin = -sin if conjugate else sin
+    if not inplace:
+        return rotate(x, cos, sin, interleaved)
+
+    def write(x: Tensor) -> None:
+        # The gradients of cos and sin need x as it was.
+        keep = cos.requires_grad or sin.requires_grad
+        x.copy_(rotate(x.clone() if keep else x, cos, sin, interleaved))
+
+    return in_place(x, (cos, sin), write)
+
+
+def in_place(x: Tensor, tables: tuple[Tensor, ...], write: Callable[[Tensor], None]) -> Tensor:
+    """Let ``write`` change ``x``, and return the tensor that carries the gradient of the change.
+
+    That is ``x`` itself where PyTorch lets autograd follow a write to it. It refuses leaves that
+    require a gradient, views of those, and what split, chunk and unbind return. They are written
+    through an alias: a tensor on the same memory that autograd takes for a result computed from
+    ``x``. Then the gradients of ``x`` and of other views of its memory do not know of the write:
+    go on with the returned tensor.
+
+    Parameters
+    ----------
+    x : Tensor
+    tables : tuple of Tensor
+        What ``write`` reads beside ``x``.
+    write : callable
+        Given ``x`` or its alias, writes to it by ordinary differentiable operations.
+
+    Notes
+    -----
+    The outputs of split, chunk and unbind share one version counter, and PyTorch refuses any use of
+    them once it has moved. So that the others stay usable, the write to one does not move it: there
+    alone, nothing notices if this memory had been saved for a backward pass before. For the same
+    reason a compiled function can split and rotate, but not rotate what was split outside.
+    """
+    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tables))
+    compiling = torch.compiler.is_compiling()
+    if not tracked or not (_refusal(x).numel() if compiling else _refuses_writes(x)):
+        write(x)
+        return x
+    if not compiling:
+        alias: Tensor = _Alias.apply(x)
+        write(alias)
+        return alias
+    # A compiled graph loses the gradient of an output that aliases its input: two tensors here.
+    out = x.clone()
+    write(out)
+    return _stored(x, out)
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory, with the identity as its gradient; no view, to autograd."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        # Both are the same memory; x.data has a version counter of its own.
+        return x.data if _origin(x) == CreationMeta.MULTI_OUTPUT_NODE else x.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Tensor:
+        return dout
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent
+
+
+def _refuses_writes(x: Tensor) -> bool:
+    """Whether PyTorch raises an error if autograd is to follow a write to ``x``."""
+    memory = x if x._base is None else x._base
+    return (memory.is_leaf and memory.requires_grad) or _origin(x) != CreationMeta.DEFAULT
+
+
+def _origin(x: Tensor) -> CreationMeta:
+    """What PyTorch notes of a view when it is made: MULTI_OUTPUT_NODE for split and the like."""
+    return CreationMeta.DEFAULT if x._base is None else _get_creation_meta(x)
+
+
+@torch.compiler.allow_in_graph
+def _refusal(x: Tensor) -> Tensor:
+    """:func:`_refuses_writes` as a size: of what it does not trace, Dynamo takes only tensors."""
+    return x.new_empty(int(_refuses_writes(x)))
+
+
+@torch.compiler.allow_in_graph
+def _stored(x: Tensor, value: Tensor) -> Tensor:
+    """Copy ``value`` to ``x`` behind autograd's back.
+
+    Traced, ``x.data`` would become ``x.detach()`` in older releases, which moves the version.
+    """
+    with torch.no_grad():
+        x.data.copy_(value)
+    return value
 
 
 def _gather_packed(
@@ -113,14 +221,15 @@ def _gather_packed(
     )
 
 
-def _check_arguments(
+def check_arguments(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
     seqlen_offsets: int | Tensor,
     cu_seqlens: Tensor | None,
     max_seqlen: int | Tensor | None,
-) -> None:
+) -> int | Tensor:
+    """Return ``seqlen_offsets`` as an int or a (batch,) tensor."""
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -142,29 +251,61 @@ def _check_arguments(
             f"sin must have the shape of cos, {tuple(cos.shape)}, got {tuple(sin.shape)}"
         )
 
-    longest: int | Tensor | None = x.shape[1]
+    batch: int = x.shape[0]
+    longest: int | Tensor = x.shape[1]
     if cu_seqlens is not None:
         _check_indices("cu_seqlens", cu_seqlens, x, "(batch + 1,)")
         if max_seqlen is None:
             raise ValueError("max_seqlen must be given with cu_seqlens, got None")
-        longest = max_seqlen
+        batch, longest = cu_seqlens.shape[0] - 1, int_if_known("max_seqlen", max_seqlen)
+        if isinstance(longest, Tensor) and longest.ndim > 0:
+            longest = integer("max_seqlen", longest)
+    seqlen_offsets = int_if_known("seqlen_offsets", seqlen_offsets)
     if isinstance(seqlen_offsets, Tensor):
-        batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if seqlen_offsets.ndim == 0:
+            seqlen_offsets = seqlen_offsets.expand(batch)
         _check_indices("seqlen_offsets", seqlen_offsets, x, f"(batch,) = ({batch},)", batch)
-        first = 0
-    elif isinstance(seqlen_offsets, int):
-        first = seqlen_offsets
-    else:
-        raise TypeError(
-            f"seqlen_offsets must be an int or a tensor, got {type(seqlen_offsets).__name__}"
-        )
-    # A max_seqlen on the device is left there: reading it would wait for the device.
-    if isinstance(longest, int) and not 0 <= first <= cos.shape[0] - longest:
+    first = 0 if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+    _check_positions(first, 0 if isinstance(longest, Tensor) else longest, cos)
+    if not torch.compiler.is_compiling():
+        _check_values(x, cos, seqlen_offsets, cu_seqlens, longest)
+    return seqlen_offsets
+
+
+def _check_positions(first: int, seqlen: int, cos: Tensor) -> None:
+    if not 0 <= first <= cos.shape[0] - seqlen:
         raise ValueError(
             f"seqlen_offsets must be >= 0, and cos must have a row for each position up to "
-            f"seqlen_offsets + seqlen, got seqlen_offsets {first}, seqlen {longest} and cos "
+            f"seqlen_offsets + seqlen, got seqlen_offsets {first}, seqlen {seqlen} and cos "
             f"{tuple(cos.shape)}"
         )
+
+
+def _check_values(
+    x: Tensor,
+    cos: Tensor,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | Tensor,
+) -> None:
+    """Check cu_seqlens, and the offset of each sequence, as far as they lie on the CPU."""
+    lengths, seqlen = None, x.shape[1]
+    if cu_seqlens is not None:
+        lengths, seqlen = lengths_of("cu_seqlens", cu_seqlens, "x", x.shape[0]), 0
+        if lengths is not None and not isinstance(max_seqlen, Tensor):
+            check_longest("max_seqlen", max_seqlen, lengths)
+    if isinstance(seqlen_offsets, Tensor) and is_readable(seqlen_offsets):
+        for b, offset in enumerate(seqlen_offsets.tolist()):
+            _check_positions(offset, lengths[b] if lengths else seqlen, cos)
+
+
+def int_if_known(name: str, value: Any) -> int | Tensor:
+    """Read an integer; a tensor of several, or one to be waited for, is returned as it is."""
+    if isinstance(value, Tensor) and (
+        value.ndim > 0 or torch.compiler.is_compiling() or not is_readable(value)
+    ):
+        return value
+    return integer(name, value)
 
 
 def _check_indices(

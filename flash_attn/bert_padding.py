@@ -10,6 +10,9 @@ from einops import rearrange
 from torch import Tensor
 
 __all__ = [
+    "IndexFirstAxis",
+    "IndexFirstAxisResidual",
+    "IndexPutFirstAxis",
     "index_first_axis",
     "index_first_axis_residual",
     "index_put_first_axis",
@@ -72,6 +75,24 @@ def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tenso
         (nnz, ...) and (rows, ...)
     """
     return index_first_axis(x, indices), x
+
+
+class IndexFirstAxis:
+    """:func:`index_first_axis` under the name of upstream's autograd function."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    """:func:`index_put_first_axis` under the name of upstream's autograd function."""
+
+    apply = staticmethod(index_put_first_axis)
+
+
+class IndexFirstAxisResidual:
+    """:func:`index_first_axis_residual` under the name of upstream's autograd function."""
+
+    apply = staticmethod(index_first_axis_residual)
 
 
 def unpad_input(

@@ -5,6 +5,9 @@ import torch
 from torch import Tensor
 
 from flash_attn.bert_padding import (
+    IndexFirstAxis,
+    IndexFirstAxisResidual,
+    IndexPutFirstAxis,
     index_first_axis,
     index_first_axis_residual,
     index_put_first_axis,
@@ -100,6 +103,16 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(index_put_first_axis, (x[:3], indices, 7))
     assert torch.autograd.gradgradcheck(index_put_first_axis, (x[:3], indices, 7))
     assert torch.autograd.gradcheck(index_first_axis_residual, (x, indices))
+
+
+def test_names_of_upstreams_autograd_functions() -> None:
+    x, indices = torch.randn(5, 2, 3), torch.tensor([4, 0, 2])
+    selected = IndexFirstAxis.apply(x, indices)
+    assert torch.equal(selected, x[indices])
+    put = IndexPutFirstAxis.apply(selected, indices, 7)
+    assert put.shape == (7, 2, 3) and torch.equal(put[indices], selected)
+    again, residual = IndexFirstAxisResidual.apply(x, indices)
+    assert torch.equal(again, selected) and residual is x
 
 
 def test_residual_adds_both_gradients() -> None:

@@ -300,6 +300,15 @@ def test_wrong_out_leaves_the_cache(device):
     failing_append(device, dtype, out=torch.empty(1, dtype=dtype, device=device))
 
 
+def test_wrong_out_leaves_the_cache_where_a_gradient_is_wanted(device):
+    case = decode([3, 7], dtype=default_dtype(), device=device)
+    problem = replace(case.attention, q=case.attention.q.requires_grad_())
+    before = problem.k.clone()
+    with pytest.raises(ValueError, match="out must have shape"):
+        call(replace(case, attention=problem), out=problem.q.new_empty(3, 1, 4, 32))
+    torch.testing.assert_close(problem.k, before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_backend_that_cannot_leaves_the_cache(device):
     with flash_attn.use_backend("sm80"):
         failing_append(device, torch.float32)

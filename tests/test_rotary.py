@@ -2,18 +2,24 @@
 
 import cmath
 import itertools
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from flash_attn.layers.rotary import (
+    ApplyRotaryEmb,
+    ApplyRotaryEmbKV_,
+    ApplyRotaryEmbQKV_,
     RotaryEmbedding,
     apply_rotary_emb,
     apply_rotary_emb_func,
     apply_rotary_emb_kv_,
     apply_rotary_emb_qkv_,
     apply_rotary_emb_torch,
+    rotate_half,
 )
 from flash_attn.ops.triton.rotary import apply_rotary
 
@@ -124,13 +130,8 @@ def test_packed(offsets: int | Tensor, interleaved: bool, inplace: bool, device:
 def test_packed_is_the_padded_result() -> None:
     x = torch.randn(4, 6, 2, 8)
     cos, sin = tables(6, 8, torch.float32)
-    packed = apply_rotary_emb(
-        x.flatten(0, 1),
-        cos,
-        sin,
-        cu_seqlens=torch.arange(0, 25, 6, dtype=torch.int32),
-        max_seqlen=6,
-    )
+    cu_seqlens = torch.arange(0, 25, 6, dtype=torch.int32)
+    packed = ApplyRotaryEmb.apply(x.flatten(0, 1), cos, sin, False, False, 0, cu_seqlens, 6)
     assert torch.equal(packed.unflatten(0, (4, 6)), apply_rotary_emb(x, cos, sin))
 
 
@@ -144,14 +145,16 @@ def test_gradients(interleaved: bool, packed: bool) -> None:
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return apply_rotary_emb(x, cos, sin, interleaved, False, torch.tensor([4, 1]), *varlen)
 
-    def rotate_in_place(x: Tensor) -> Tensor:
-        return apply_rotary_emb(
-            x * 1, cos.detach(), sin.detach(), interleaved, True, torch.tensor([4, 1]), *varlen
-        )
+    def in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply_rotary_emb(x * 1, cos, sin, interleaved, True, torch.tensor([4, 1]), *varlen)
 
-    assert torch.autograd.gradcheck(rotate, (x, cos, sin))
-    assert torch.autograd.gradcheck(rotate_in_place, x)
-    assert torch.autograd.gradgradcheck(rotate_in_place, x)
+    def split_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        (x,) = x.split(len(x))
+        return in_place(x, cos, sin)
+
+    for function in (rotate, in_place, split_in_place):
+        assert torch.autograd.gradcheck(function, (x, cos, sin))
+        assert torch.autograd.gradgradcheck(function, (x, cos, sin))
 
 
 @INTERLEAVED
@@ -168,18 +171,243 @@ def test_backward_is_the_conjugate_rotation(interleaved: bool) -> None:
     torch.testing.assert_close(back, x.detach())
 
 
-def test_leaf_in_place_is_refused() -> None:
-    x = torch.randn(1, 2, 1, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="leaf"):
-        apply_rotary_emb(x, *tables(2, 4, torch.float32), inplace=True)
+COS_5, SIN_5 = tables(5, 8)
 
 
-def test_offset_on_the_device_is_clamped() -> None:
+def out_of_place(x: Tensor, heads: tuple[int, int], cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate some of the heads of x (batch, seqlen, nheads, headdim)."""
+    rotated = apply_rotary_emb(x[:, :, slice(*heads)], cos, sin)
+    return torch.cat((x[:, :, : heads[0]], rotated, x[:, :, heads[1] :]), dim=2)
+
+
+def rotary_of_q_and_kv(x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+    """As mamba's attention does."""
+    q, kv = x.split([2, 4], dim=2)
+    q, kv = rotary(q, kv.unflatten(2, (2, 2)))
+    return torch.cat((q, kv.flatten(2, 3)), dim=2)
+
+
+# What rotates x (batch, 5, 6, 8) in place, and which of its 6 heads.
+IN_PLACE: dict[str, tuple[Callable[..., Tensor], tuple[int, int]]] = {
+    "apply_rotary_emb": (
+        lambda x, rotary: apply_rotary_emb(x, rotary._cos_cached, rotary._sin_cached, inplace=True),
+        (0, 6),
+    ),
+    "apply_rotary_emb_qkv_": (
+        lambda x, rotary: apply_rotary_emb_qkv_(
+            x.unflatten(2, (3, 2)), rotary._cos_cached, rotary._sin_cached
+        ).flatten(2, 3),
+        (0, 4),
+    ),
+    "apply_rotary_emb_qkv_ with num_heads_q": (
+        lambda x, rotary: apply_rotary_emb_qkv_(
+            x, rotary._cos_cached, rotary._sin_cached, num_heads_q=4
+        ),
+        (0, 5),
+    ),
+    "apply_rotary_emb_kv_": (
+        lambda x, rotary: apply_rotary_emb_kv_(
+            x.unflatten(2, (2, 3)), rotary._cos_cached, rotary._sin_cached
+        ).flatten(2, 3),
+        (0, 3),
+    ),
+    "RotaryEmbedding of qkv": (
+        lambda x, rotary: rotary(x.unflatten(2, (3, 2))).flatten(2, 3),
+        (0, 4),
+    ),
+    "RotaryEmbedding of q and kv": (rotary_of_q_and_kv, (0, 4)),
+}
+
+# Tensors made of a leaf (2, 5, 6, 8), all of them rotated.
+SOURCES: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "leaf": lambda leaf: [leaf],
+    "views of a leaf": lambda leaf: [leaf[:1], leaf[1:]],
+    "split leaf": lambda leaf: list(leaf.split(1)),
+    "result": lambda leaf: [leaf * 1],
+    "views of a result": lambda leaf: [x := leaf * 1, x[:1], x[1:]][1:],
+    "chunked result": lambda leaf: list((leaf * 1).chunk(2)),
+    "views of an unbound result": lambda leaf: [x.unsqueeze(0) for x in (leaf * 1).unbind()],
+}
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+def compiled_if(compiled: bool, function: Callable, device: str = "cpu") -> Callable:
+    if not compiled:
+        return function
+    torch.compiler.reset()
+    backend = "inductor" if device == "cuda" else "aot_eager"  # no C++ compiler is needed
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+@DEVICE
+@COMPILED
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_in_place(way: str, source: str, compiled: bool, device: str) -> None:
+    """The returned tensor has the gradient, whatever it was that was written to."""
+    skip_without(device)
+    rotary = RotaryEmbedding(8, device=device)
+    rotary._update_cos_sin_cache(5, device, torch.float64)
+    rotate, heads = IN_PLACE[way]
+    leaf = torch.randn(2, 5, 6, 8, dtype=torch.float64, device=device, requires_grad=True)
+    expected = out_of_place(leaf, heads, rotary._cos_cached, rotary._sin_cached)
+    (expected_grad,) = torch.autograd.grad((expected * expected.sin()).sum(), leaf)
+
+    def run(leaf: Tensor) -> tuple[Tensor, Tensor]:
+        memory = SOURCES[source](leaf)
+        out = torch.cat([rotate(x, rotary) for x in memory])
+        # Inductor loses the gradient of one of two results on the same memory.
+        return out * 1, torch.cat([x.detach() for x in memory]) * 1
+
+    out, memory = compiled_if(compiled, run, device)(leaf)
+    (out * out.sin()).sum().backward()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(memory, expected.detach())
+    torch.testing.assert_close(leaf.grad, expected_grad)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_compiled_in_place_on_what_was_made_outside(source: str) -> None:
+    """Right, or where the compiler's own write to its input is not possible, an error."""
+    leaf = torch.randn(2, 5, 6, 8, dtype=torch.float64, requires_grad=True)
+    expected = apply_rotary_emb(leaf, COS_5, SIN_5)
+    (expected_grad,) = torch.autograd.grad((expected * expected.sin()).sum(), leaf)
+    rotate = compiled_if(True, lambda x: apply_rotary_emb(x, COS_5, SIN_5, inplace=True))
+    memory = SOURCES[source](leaf)
+    if source in ("split leaf", "chunked result", "views of an unbound result"):
+        with pytest.raises(RuntimeError, match="view"):
+            (rotate(memory[0]).sum() + memory[1].sum()).backward()
+        return
+    out = torch.cat([rotate(x) for x in memory])
+    (out * out.sin()).sum().backward()
+    torch.testing.assert_close(torch.cat(memory), expected)
+    torch.testing.assert_close(leaf.grad, expected_grad)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_in_place_returns_the_same_memory(source: str) -> None:
+    leaf = torch.randn(2, 5, 6, 8, dtype=torch.float64, requires_grad=True)
+    for x in SOURCES[source](leaf):
+        out = apply_rotary_emb(x, COS_5, SIN_5, inplace=True)
+        assert (out.data_ptr(), out.stride()) == (x.data_ptr(), x.stride())
+        assert (out is x) == (source in ("result", "views of a result"))
+
+
+@COMPILED
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_result_in_place_without_the_returned_tensor(way: str, compiled: bool) -> None:
+    """Where PyTorch can follow the write, what was written to has the gradient too."""
+    if way == "RotaryEmbedding of q and kv":
+        pytest.skip("splits what it is given")
+    rotary = RotaryEmbedding(8)
+    rotary._update_cos_sin_cache(5, "cpu", torch.float64)
+    rotate, heads = IN_PLACE[way]
+    leaf = torch.randn(2, 5, 6, 8, dtype=torch.float64, requires_grad=True)
+    expected = out_of_place(leaf, heads, rotary._cos_cached, rotary._sin_cached)
+    (expected_grad,) = torch.autograd.grad((expected * expected.sin()).sum(), leaf)
+
+    def run(leaf: Tensor) -> Tensor:
+        x = leaf * 1
+        rotate(x[:1], rotary)
+        rotate(x[1:], rotary)
+        return x
+
+    out = compiled_if(compiled, run)(leaf)
+    (out * out.sin()).sum().backward()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(leaf.grad, expected_grad)
+
+
+@pytest.mark.parametrize("source", ["leaf", "views of a leaf", "result", "views of a result"])
+def test_in_place_does_not_corrupt_saved_tensors(source: str) -> None:
+    leaf = torch.randn(2, 5, 6, 8, dtype=torch.float64, requires_grad=True)
+    x, *_ = SOURCES[source](leaf)
+    square = x * x
+    apply_rotary_emb(x, COS_5, SIN_5, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_in_place_without_gradients(mode: Callable, source: str) -> None:
+    leaf = torch.randn(2, 5, 6, 8, dtype=torch.float64, requires_grad=True)
+    expected = apply_rotary_emb(leaf, COS_5, SIN_5)
+    with mode():
+        memory = SOURCES[source](leaf)
+        assert all(apply_rotary_emb(x, COS_5, SIN_5, inplace=True) is x for x in memory)
+        assert torch.equal(torch.cat(memory), expected)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_in_place_under_transforms(source: str) -> None:
+    def loss(leaf: Tensor, inplace: bool) -> Tensor:
+        rotated = [
+            apply_rotary_emb(x, COS_5, SIN_5, inplace=inplace) for x in SOURCES[source](leaf)
+        ]
+        return (torch.cat(rotated) ** 3).sum()
+
+    def second(leaf: Tensor, inplace: bool) -> Tensor:
+        return (torch.func.grad(loss)(leaf, inplace) ** 2).sum()
+
+    leaf, tangent = torch.randn(2, 2, 5, 6, 8, dtype=torch.float64)
+    for function in (torch.func.grad(loss), torch.func.grad(second)):
+        torch.testing.assert_close(function(leaf.clone(), True), function(leaf, False))
+
+    def forward_mode(inplace: bool) -> Tensor:
+        primal = leaf.clone()
+        return torch.func.jvp(lambda x: loss(x, inplace), (primal,), (tangent.clone(),))[1]
+
+    torch.testing.assert_close(forward_mode(True), forward_mode(False))
+
+
+@pytest.mark.parametrize("device", ["traced", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_offset_that_cannot_be_read_is_clamped(device: str) -> None:
+    skip_without(device)
     x = torch.randn(2, 3, 1, 4, dtype=torch.float64)
     cos, sin = tables(5, 4)
-    out = apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor([-7, 1000]))
     expected = [reference(x[b], cos, sin, [row] * 3, False) for b, row in enumerate([0, 4])]
-    torch.testing.assert_close(out, torch.stack(expected))
+    rotate, given = apply_rotary_emb, [x, cos, sin, torch.tensor([-7, 1000])]
+    if device == "traced":
+        rotate = torch.compile(rotate, fullgraph=True, backend="aot_eager")
+    else:
+        given = [tensor.to(device) for tensor in given]
+    out = rotate(*given[:3], seqlen_offsets=given[3])
+    torch.testing.assert_close(out.cpu(), torch.stack(expected))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, torch.tensor], ids=lambda kind: kind.__name__)
+def test_integers_of_other_kinds(kind: Callable) -> None:
+    x, (cos, sin) = torch.randn(2, 5, 6, 8), tables(9, 8, torch.float32)
+    expected = apply_rotary_emb(x, cos, sin, seqlen_offsets=3)
+    assert torch.equal(apply_rotary_emb(x, cos, sin, seqlen_offsets=kind(3)), expected)
+    varlen = {"cu_seqlens": torch.tensor([0, 5]).int(), "max_seqlen": kind(5)}
+    packed = apply_rotary_emb(x[0], cos, sin, seqlen_offsets=kind(3), **varlen)
+    assert torch.equal(packed, expected[0])
+
+    expected = RotaryEmbedding(8)(x.clone(), seqlen_offset=3, max_seqlen=9, num_heads_q=4)
+    rotary = RotaryEmbedding(kind(8))
+    assert type(rotary.dim) is int
+    numbers = {"seqlen_offset": kind(3), "num_heads_q": kind(4)}
+    assert torch.equal(rotary(x.clone(), **numbers), expected)
+    assert torch.equal(rotary(x.clone(), **numbers, max_seqlen=kind(9)), expected)
+
+
+@DEVICE
+@pytest.mark.parametrize("packed", [False, True])
+def test_offset_in_a_tensor_of_no_dimensions(packed: bool, device: str) -> None:
+    """The same as an int, also where its value is not known on the host."""
+    skip_without(device)
+    x, (cos, sin) = torch.randn(2, 5, 6, 8, device=device), tables(9, 8, torch.float32, device)
+    expected = apply_rotary_emb(x, cos, sin, seqlen_offsets=3)
+    varlen = {}
+    if packed:
+        x, expected = x.flatten(0, 1), expected.flatten(0, 1)
+        varlen = {"cu_seqlens": torch.tensor([0, 5, 10], device=device), "max_seqlen": 5}
+    compiled = torch.compile(apply_rotary_emb, fullgraph=True, backend="aot_eager")
+    for rotate in (apply_rotary_emb, compiled):
+        offset = torch.tensor(3, device=device)
+        assert torch.equal(rotate(x, cos, sin, seqlen_offsets=offset, **varlen), expected)
 
 
 def test_strided_input() -> None:
@@ -214,7 +442,7 @@ def test_qkv(interleaved: bool) -> None:
     q, k, v = qkv.clone().unbind(2)
     cos, sin = tables(9, 6, torch.float32)
     cos_k, sin_k = tables(9, 6, torch.float32)
-    assert apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, interleaved, 2) is qkv
+    assert ApplyRotaryEmbQKV_.apply(qkv, cos, sin, cos_k, sin_k, interleaved, 2) is qkv
     assert torch.equal(qkv[:, :, 0], apply_rotary_emb(q, cos, sin, interleaved, seqlen_offsets=2))
     expected_k = apply_rotary_emb(k, cos_k, sin_k, interleaved, seqlen_offsets=2)
     assert torch.equal(qkv[:, :, 1], expected_k)
@@ -242,7 +470,7 @@ def test_kv() -> None:
     kv = torch.randn(2, 5, 2, 3, 8)
     k, v = kv.clone().unbind(2)
     cos, sin = tables(9, 8, torch.float32)
-    assert apply_rotary_emb_kv_(kv, cos, sin, seqlen_offsets=1) is kv
+    assert ApplyRotaryEmbKV_.apply(kv, cos, sin, False, 1) is kv
     assert torch.equal(kv[:, :, 0], apply_rotary_emb(k, cos, sin, seqlen_offsets=1))
     assert torch.equal(kv[:, :, 1], v)
 
@@ -253,6 +481,13 @@ def test_torch_form_takes_tables_per_sequence() -> None:
     expected = apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor([1, 4]))
     rows = torch.stack([torch.arange(1, 6), torch.arange(4, 9)])
     assert torch.equal(apply_rotary_emb_torch(x, cos[rows], sin[rows]), expected)
+
+
+@INTERLEAVED
+def test_rotate_half(interleaved: bool) -> None:
+    x = torch.randn(2, 5, 3, 8)
+    quarter_turn = torch.zeros(5, 4), torch.ones(5, 4)
+    assert torch.equal(rotate_half(x, interleaved), apply_rotary_emb(x, *quarter_turn, interleaved))
 
 
 def test_scores_depend_on_distance_only() -> None:
@@ -310,6 +545,14 @@ def test_module_tables() -> None:
     exact._update_cos_sin_cache(4096, "cpu", torch.float32)
     assert torch.equal(rotary._cos_cached, exact._cos_cached.bfloat16())
 
+    # Unless a model was trained with rounded positions and frequencies.
+    coarse = RotaryEmbedding(8, pos_idx_in_fp32=False)
+    coarse._update_cos_sin_cache(4096, "cpu", torch.float32)
+    assert torch.equal(coarse._cos_cached, exact._cos_cached)
+    coarse.to(torch.bfloat16)._update_cos_sin_cache(4096, "cpu", torch.bfloat16)
+    angle = torch.arange(4096).bfloat16().unsqueeze(1) * exact.inv_freq.bfloat16()
+    assert torch.equal(coarse._cos_cached, angle.cos())
+
     with torch.inference_mode():
         rotary._update_cos_sin_cache(8192, "cpu", torch.float32)
     rotary.train()
@@ -326,6 +569,8 @@ def test_xpos_scales_scores_by_distance() -> None:
     q, k, _ = plain(qkv.clone()).double().unbind(2)
     q_xpos, k_xpos, _ = xpos(qkv.clone()).double().unbind(2)
     decay = (torch.arange(0, dim, 2).double() + 0.4 * dim) / (1.4 * dim)
+    torch.testing.assert_close(xpos.scale.double(), decay)
+    assert plain.scale is None and not xpos.state_dict()
     for i, j in [(0, 0), (7, 3), (11, 0), (2, 9)]:
         products = (q[0, i, 0] * k[0, j, 0]).reshape(2, dim // 2).sum(0)  # one for each pair
         expected = products * decay ** ((i - j) / base)
@@ -349,9 +594,26 @@ def test_compiles_without_graph_break(packed: bool) -> None:
     torch.testing.assert_close(compiled(x), rotate(x))
 
 
+def test_compiled_module_grows_its_tables() -> None:
+    compiled, eager = RotaryEmbedding(8), RotaryEmbedding(8)
+    compiled.compile(fullgraph=True, backend="aot_eager")
+    for seqlen, offset in [(3, 0), (5, 0), (2, 7), (4, 0)]:
+        qkv = torch.randn(1, seqlen, 3, 2, 8)
+        torch.testing.assert_close(
+            compiled(qkv.clone(), seqlen_offset=offset), eager(qkv, seqlen_offset=offset)
+        )
+    assert compiled._seq_len_cached == 9
+
+
 X = torch.zeros(2, 5, 3, 8)
 COS, SIN = tables(6, 8, torch.float32)
 CU_SEQLENS = torch.tensor([0, 2], dtype=torch.int32)
+
+
+def packed_with(cu_seqlens=CU_SEQLENS, max_seqlen=3, seqlen_offsets=0) -> Tensor:
+    return apply_rotary_emb(
+        X[0], COS, SIN, False, False, seqlen_offsets, cu_seqlens, max_seqlen=max_seqlen
+    )
 
 
 @pytest.mark.parametrize(
@@ -405,7 +667,27 @@ CU_SEQLENS = torch.tensor([0, 2], dtype=torch.int32)
         (
             lambda: apply_rotary_emb(X, COS, SIN, seqlen_offsets=1.5),
             TypeError,
-            r"seqlen_offsets must be an int or a tensor, got float",
+            r"seqlen_offsets must be an int, got float",
+        ),
+        (
+            lambda: apply_rotary_emb(X, COS, SIN, seqlen_offsets=True),
+            TypeError,
+            r"seqlen_offsets must be an int, got bool",
+        ),
+        (
+            lambda: apply_rotary_emb(X, COS, SIN, seqlen_offsets=torch.tensor(1.0)),
+            TypeError,
+            r"seqlen_offsets must be an int, got a torch.float32 tensor",
+        ),
+        (
+            lambda: apply_rotary_emb(X, COS, SIN, seqlen_offsets=torch.tensor([0, 2])),
+            ValueError,
+            r"seqlen_offsets must .*, got seqlen_offsets 2, seqlen 5 and cos \(6, 4\)",
+        ),
+        (
+            lambda: apply_rotary_emb(X, COS, SIN, seqlen_offsets=torch.tensor([-1, 0])),
+            ValueError,
+            r"seqlen_offsets must be >= 0.*, got seqlen_offsets -1",
         ),
         (
             lambda: apply_rotary_emb(X, COS, SIN, seqlen_offsets=torch.zeros(3).int()),
@@ -433,6 +715,41 @@ CU_SEQLENS = torch.tensor([0, 2], dtype=torch.int32)
             r"cu_seqlens must have shape \(batch \+ 1,\), got \(0,\)",
         ),
         (
+            lambda: packed_with(cu_seqlens=torch.tensor([-1, 2])),
+            ValueError,
+            r"cu_seqlens must start at 0 or more, got -1",
+        ),
+        (
+            lambda: packed_with(cu_seqlens=torch.tensor([0, 3, 2])),
+            ValueError,
+            r"cu_seqlens must never fall, got 2 after 3",
+        ),
+        (
+            lambda: packed_with(cu_seqlens=torch.tensor([0, 3, 6])),
+            ValueError,
+            r"cu_seqlens must end within the 5 rows of x, got an end of 6",
+        ),
+        (
+            lambda: packed_with(max_seqlen=1),
+            ValueError,
+            r"max_seqlen must be at least the longest length, 2, got 1",
+        ),
+        (
+            lambda: packed_with(max_seqlen=torch.tensor([2, 2])),
+            TypeError,
+            r"max_seqlen must be an int, got a torch.int64 tensor of shape \(2,\)",
+        ),
+        (
+            lambda: packed_with(max_seqlen=2.0),
+            TypeError,
+            r"max_seqlen must be an int, got float",
+        ),
+        (
+            lambda: packed_with(seqlen_offsets=torch.tensor([5])),
+            ValueError,
+            r"seqlen_offsets must .*, got seqlen_offsets 5, seqlen 2 and cos \(6, 4\)",
+        ),
+        (
             lambda: apply_rotary_emb_qkv_(X, COS, SIN),
             ValueError,
             r"num_heads_q must be given .* of its 3 heads .*, got None",
@@ -453,6 +770,26 @@ CU_SEQLENS = torch.tensor([0, 2], dtype=torch.int32)
             r"kv must have shape \(batch, seqlen, 2, nheads_kv, headdim\), got \(2, 5, 3, 8\)",
         ),
         (
+            lambda: apply_rotary_emb_qkv_(X, COS, SIN, num_heads_q=1.0),
+            TypeError,
+            r"num_heads_q must be an int, got float",
+        ),
+        (
+            lambda: RotaryEmbedding(8.0),
+            TypeError,
+            r"dim must be an int, got float",
+        ),
+        (
+            lambda: RotaryEmbedding(8, 10000.0, False, None, True),
+            TypeError,
+            r"device must be a torch.device, got bool; name pos_idx_in_fp32",
+        ),
+        (
+            lambda: RotaryEmbedding(8)(X.unsqueeze(2), seqlen_offset=1.5),
+            TypeError,
+            r"seqlen_offset must be an int, got float",
+        ),
+        (
             lambda: RotaryEmbedding(7),
             ValueError,
             r"dim must be an even number of channels, got 7",
@@ -471,3 +808,13 @@ def test_bad_input(call, error, message) -> None:
 
 def test_upstream_names() -> None:
     assert apply_rotary_emb is apply_rotary_emb_func
+
+
+def test_error_leaves_the_queries_as_they_were(device):
+    """Tables of the keys are checked before anything is rotated."""
+    qkv = torch.randn(2, 5, 3, 2, 8, device=device)
+    cos = torch.ones(5, 4, device=device)
+    before = qkv.clone()
+    with pytest.raises(ValueError, match="cos .*\\(5, 6\\)"):
+        apply_rotary_emb_qkv_(qkv, cos, -cos, torch.ones(5, 6, device=device), cos)
+    assert torch.equal(qkv, before)

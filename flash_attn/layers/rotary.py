@@ -3,15 +3,20 @@
 import torch
 from torch import Tensor, nn
 
-from flash_attn._rotary import apply_rotary, rotate
+from flash_attn._numbers import integer
+from flash_attn._rotary import apply_rotary, check_arguments, in_place, int_if_known, rotate
 
 __all__ = [
+    "ApplyRotaryEmb",
+    "ApplyRotaryEmbKV_",
+    "ApplyRotaryEmbQKV_",
     "RotaryEmbedding",
     "apply_rotary_emb",
     "apply_rotary_emb_func",
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
     "apply_rotary_emb_torch",
+    "rotate_half",
 ]
 
 
@@ -36,7 +41,9 @@ def apply_rotary_emb(
         True pairs channels (2i, 2i + 1), as in GPT-J; False pairs (i, i + rotary_dim / 2), as in
         GPT-NeoX.
     inplace : bool
-        Write the result to ``x`` and return ``x``.
+        Write the result to ``x``. The returned tensor is on the same memory and has the gradient;
+        ``x`` itself has it unless it is a leaf, a view of one, or from split, chunk or unbind (see
+        :func:`flash_attn._rotary.in_place`).
     seqlen_offsets : int or (batch,) int32 or int64
         Position of the first token of each sequence, for decoding with a KV cache.
     cu_seqlens : (batch + 1,) int32, optional
@@ -90,6 +97,19 @@ def apply_rotary_emb_torch(
     return rotate(x, cos, sin, interleaved)
 
 
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate each channel pair by a right angle: (a, b) -> (-b, a).
+
+    Parameters
+    ----------
+    x : (..., rotary_dim)
+    interleaved : bool
+        See :func:`apply_rotary_emb`.
+    """
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.stack((-b, a), dim=-1 if interleaved else -2).flatten(-2)
+
+
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
@@ -117,19 +137,24 @@ def apply_rotary_emb_qkv_(
     Returns
     -------
     Tensor
-        ``qkv`` itself.
+        ``qkv``, as :func:`apply_rotary_emb` returns what it writes to.
 
     Raises
     ------
     TypeError, ValueError
         Naming the argument, what was given and what is accepted.
     """
-    q, k = _queries_and_keys(qkv, num_heads_q)
     cos_k = cos if cos_k is None else cos_k
     sin_k = sin if sin_k is None else sin_k
-    apply_rotary_emb(q, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
-    apply_rotary_emb(k, cos_k, sin_k, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
-    return qkv
+    _, keys = _queries_and_keys(qkv, num_heads_q)
+    check_arguments(keys, cos_k, sin_k, seqlen_offsets, None, None)  # before queries change
+
+    def write(qkv: Tensor) -> None:
+        q, k = _queries_and_keys(qkv, num_heads_q)
+        apply_rotary_emb(q, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
+        apply_rotary_emb(k, cos_k, sin_k, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
+
+    return in_place(qkv, (cos, sin, cos_k, sin_k), write)
 
 
 def _queries_and_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
@@ -142,6 +167,8 @@ def _queries_and_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Ten
             f"2 * nheads_kv, headdim), got {tuple(qkv.shape)}"
         )
     heads = qkv.shape[2]
+    if num_heads_q is not None:
+        num_heads_q = integer("num_heads_q", num_heads_q)
     if num_heads_q is None or not 0 <= num_heads_q <= heads or (heads - num_heads_q) % 2:
         raise ValueError(
             "num_heads_q must be given with a qkv of 4 dimensions and leave an even number of its "
@@ -169,7 +196,7 @@ def apply_rotary_emb_kv_(
     Returns
     -------
     Tensor
-        ``kv`` itself.
+        ``kv``, as :func:`apply_rotary_emb` returns what it writes to.
 
     Raises
     ------
@@ -180,10 +207,31 @@ def apply_rotary_emb_kv_(
         raise ValueError(
             f"kv must have shape (batch, seqlen, 2, nheads_kv, headdim), got {tuple(kv.shape)}"
         )
-    apply_rotary_emb(
-        kv[:, :, 0], cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets
-    )
-    return kv
+
+    def write(kv: Tensor) -> None:
+        apply_rotary_emb(
+            kv[:, :, 0], cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets
+        )
+
+    return in_place(kv, (cos, sin), write)
+
+
+class ApplyRotaryEmb:
+    """:func:`apply_rotary_emb` under the name of upstream's autograd function."""
+
+    apply = staticmethod(apply_rotary_emb)
+
+
+class ApplyRotaryEmbQKV_:
+    """:func:`apply_rotary_emb_qkv_` under the name of upstream's autograd function."""
+
+    apply = staticmethod(apply_rotary_emb_qkv_)
+
+
+class ApplyRotaryEmbKV_:
+    """:func:`apply_rotary_emb_kv_` under the name of upstream's autograd function."""
+
+    apply = staticmethod(apply_rotary_emb_kv_)
 
 
 class RotaryEmbedding(nn.Module):
@@ -203,6 +251,10 @@ class RotaryEmbedding(nn.Module):
         on the middle of the table; when keys are cached, pass ``max_seqlen`` so that all steps use
         one table.
     device : torch.device, optional
+    pos_idx_in_fp32 : bool
+        True computes the tables in float32 from exact frequencies, also after the module was
+        converted to another dtype. False computes them in the dtype of ``inv_freq``: after
+        ``module.bfloat16()`` positions above 256 are rounded, as in models trained that way.
 
     References
     ----------
@@ -211,6 +263,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     inv_freq: Tensor
+    scale: Tensor | None
 
     def __init__(
         self,
@@ -219,24 +272,38 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
         scale_base: float | None = None,
         device: torch.device | str | None = None,
+        *,
+        pos_idx_in_fp32: bool = True,
     ) -> None:
         super().__init__()
+        if isinstance(device, bool):
+            raise TypeError("device must be a torch.device, got bool; name pos_idx_in_fp32")
+        dim = integer("dim", dim)
         if dim < 0 or dim % 2:
             raise ValueError(f"dim must be an even number of channels, got {dim}")
         self.dim = dim
         self.base = float(base)
         self.interleaved = interleaved
         self.scale_base = scale_base
-        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.pos_idx_in_fp32 = pos_idx_in_fp32
+        inv_freq, scale = self._compute_buffers(device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
         self._cos_k_cached: Tensor | None = None
         self._sin_k_cached: Tensor | None = None
 
-    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
+    def _compute_buffers(
+        self, device: torch.device | str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of each channel pair, its radians a position and, for XPos, its scale."""
         channel = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-        return self.base ** (-channel / self.dim)
+        inv_freq = self.base ** (-channel / self.dim)
+        if self.scale_base is None:
+            return inv_freq, None
+        return inv_freq, (channel + 0.4 * self.dim) / (1.4 * self.dim)
 
     def _update_cos_sin_cache(
         self,
@@ -254,21 +321,21 @@ class RotaryEmbedding(nn.Module):
             cached is not None
             and seqlen <= self._seq_len_cached
             and (cached.device, cached.dtype) == (like.device, like.dtype)
-            # Tables made in inference mode cannot be saved for a backward pass.
-            and not (self.training and cached.is_inference())
+            # Tables made in inference mode cannot be saved for a backward pass. Dynamo cannot ask.
+            and (torch.compiler.is_compiling() or not (self.training and cached.is_inference()))
         ):
             return
         self._seq_len_cached = seqlen
+        inv_freq, scale = self.inv_freq, self.scale
         # module.to(bfloat16) also rounds its buffers, which is too coarse for angles: start again.
-        exact = self.inv_freq.dtype == torch.float32
-        inv_freq = self.inv_freq.to(like.device) if exact else self._compute_inv_freq(like.device)
-        position = torch.arange(seqlen, device=like.device, dtype=torch.float32)
-        angle = torch.outer(position, inv_freq)
+        if self.pos_idx_in_fp32 and inv_freq.dtype != torch.float32:
+            inv_freq, scale = self._compute_buffers(like.device)
+        position = torch.arange(seqlen, device=like.device, dtype=inv_freq.dtype)
+        angle = torch.outer(position, inv_freq.to(like.device))
         cos, sin = angle.cos(), angle.sin()
-        if self.scale_base is not None:
-            channel = torch.arange(0, self.dim, 2, device=like.device, dtype=torch.float32)
-            decay = (channel + 0.4 * self.dim) / (1.4 * self.dim)
-            scale = decay ** ((position - seqlen // 2) / self.scale_base).unsqueeze(1)
+        if scale is not None and self.scale_base is not None:
+            power = (position - seqlen // 2) / self.scale_base
+            scale = scale.to(like.device) ** power.unsqueeze(1)
             self._cos_k_cached, self._sin_k_cached = (cos / scale).to(like), (sin / scale).to(like)
             cos, sin = cos * scale, sin * scale
         self._cos_cached, self._sin_cached = cos.to(like), sin.to(like)
@@ -299,16 +366,18 @@ class RotaryEmbedding(nn.Module):
         Returns
         -------
         Tensor or tuple of Tensor
-            ``qkv``, or (``qkv``, ``kv``) if ``kv`` is given.
+            ``qkv``, or (``qkv``, ``kv``) if ``kv`` is given, each as :func:`apply_rotary_emb`
+            returns what it writes to.
 
         Raises
         ------
         TypeError, ValueError
             Naming the argument, what was given and what is accepted.
         """
+        seqlen_offset = int_if_known("seqlen_offset", seqlen_offset)
         if max_seqlen is not None:
-            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
-        elif isinstance(seqlen_offset, int):
+            self._update_cos_sin_cache(integer("max_seqlen", max_seqlen), qkv.device, qkv.dtype)
+        elif not isinstance(seqlen_offset, Tensor):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
