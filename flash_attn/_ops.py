@@ -551,11 +551,12 @@ def _wants_gradient(args: Sequence[Any], tensors: Sequence[int]) -> bool:
 
 @torch.library.custom_op("flash_attn::refuse_transforms", mutates_args=())
 def _refuse_transforms(nothing: Tensor) -> Tensor:
-    """Raise, as an operator: at a plain raise the compiler goes on without, and takes the gradient.
+    """Raise what the compiler passes on: a RuntimeError of an operator.
 
-    (A graph break within torch.func's transforms gives gradients of zero, torch 2.11 and 2.13.)
+    At any other it breaks the graph, and a graph break within torch.func's transforms gives
+    gradients of zero (torch 2.11 and 2.13).
     """
-    raise NotImplementedError(
+    raise RuntimeError(
         "flash_attn has no torch.func transforms in torch.compile: compile what is in the transform"
     )
 
@@ -708,7 +709,13 @@ def _recorded_gradients(
     leaves = {name: inputs[name].view_as(inputs[name]) for name in sorted(needed)}
     problem = problem_of(**inputs | leaves)
     results = tiled.differentiable_forward(problem, inputs.get("rng_state"), False)[:2]
-    outputs = [(x, dx) for x, dx in zip(results, (dout, dlse), strict=True) if dx is not None]
+    outputs = [
+        (x, dx)
+        for x, dx in zip(results, (dout, dlse), strict=True)
+        if dx is not None and x.requires_grad  # without a key nothing depends on the inputs
+    ]
+    if not outputs:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
     gradients = torch.autograd.grad(
         [x for x, _ in outputs],
         list(leaves.values()),

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flash_attn
-from benchmarks import attention, memory
+from benchmarks import attention, cpu, memory
 from benchmarks.providers import (
     MATMULS,
     OURS,
@@ -184,6 +185,20 @@ def test_memory(tmp_path):
     assert long["skipped"] == {"math": "N x N matrices of more than 0.005 GiB"}
     assert 0 < short["peak_mib"]["tiled"] < long["peak_mib"]["tiled"]
     assert (tmp_path / "memory.png").exists() == DRAWS
+
+
+@pytest.mark.parametrize("dtype", cpu.DTYPES)
+def test_cpu(capsys, monkeypatch, dtype):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "set_num_threads", lambda count: None)  # for this process
+        cpu.main(["--seqlen", "128", "--rounds", "1", "--dtype", dtype])
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * 4 + 4 and sum("with backward" in line for line in lines) == 4
+    assert all(float(figure) > 0 for line in lines for figure in line.split()[-3:-1])
+    tolerance = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.01}[dtype]
+    for case, _ in cpu.cases(256, cpu.DTYPES[dtype]):
+        ours, peer = case.ours(*case.inputs).float(), case.peer(*case.inputs).float()
+        assert (ours - peer).norm() / peer.norm() < tolerance, case.name
 
 
 def test_plots_need_matplotlib(tmp_path, monkeypatch, capsys):

@@ -298,3 +298,13 @@ def test_gradient_of_the_scale(device):
         )
     with pytest.raises(ValueError, match="softmax_scale must be one number, not 0"):
         flash_attn_func(q, k, v, softmax_scale=torch.zeros((), requires_grad=True))
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(5, 0), (0, 5), (0, 0)])
+def test_create_graph_of_nothing(device, seqlen_q, seqlen_k):
+    dtype = default_dtype()
+    q = randn(2, seqlen_q, 2, 16, dtype=dtype, device=device).requires_grad_()
+    k = randn(2, seqlen_k, 2, 16, dtype=dtype, device=device).requires_grad_()
+    out = flash_attn_func(q, k, k)
+    grads = torch.autograd.grad(out.sum(), (q, k), create_graph=True)
+    assert not any(grad.any() for grad in grads)

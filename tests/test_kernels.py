@@ -54,7 +54,7 @@ import flash_attn
 from flash_attn import _arguments, _backends
 from flash_attn._backends import cuda
 from flash_attn._backends.philox import dropout_keep_mask
-from flash_attn._ops import _flash_attn_varlen_forward
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
 pytestmark = pytest.mark.gpu
 

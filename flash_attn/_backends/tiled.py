@@ -6,7 +6,9 @@ block) tile at a time and keep only per-row statistics in between, so memory is 
 sequence length in both directions.
 
 Nothing here reads a value back from a GPU: loop bounds come from shapes, per-sequence lengths act
-through masks. The same code therefore runs under CUDA graph capture.
+through masks. The same code therefore runs under CUDA graph capture. On a CPU, where lengths cost
+nothing to read, sequences are visited one by one, and cpu.py takes those that PyTorch's own
+operator can do.
 """
 
 import functools
@@ -18,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn._arguments import Attention, CacheAppend
+from flash_attn._arguments import Attention, CacheAppend, dense
+from flash_attn._backends import cpu
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn._rotary import rotate
 
@@ -45,11 +48,57 @@ def forward(
     problem: Attention, rng_state: Tensor | None, return_probs: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return out, log-sum-exp and (if asked for) the signed dropped-out probabilities."""
-    a = problem
-    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
-    all_out = _RowBuffer(queries, (a.nheads, a.headdim_v), a.q.dtype, 0.0, a.q.device)
-    all_lse = _RowBuffer(queries, (a.nheads, 1), a.compute_dtype, -torch.inf, a.q.device)
+    a = _without_slack(problem)
+    if not _goes_by_sequence(a):
+        result, lse = _attend(a, rng_state)
+    else:
+        result = a.q.new_zeros(a.out_shape)
+        lse = a.q.new_full(a.lse_shape, -torch.inf, dtype=a.compute_dtype)
+        for one in _each_sequence(a):
+            part_out, part_lse = _attend(one.problem, rng_state)
+            one.rows(result).copy_(part_out)
+            one.statistic(lse).copy_(part_lse)
+    probs = signed_probabilities(a, lse, rng_state) if return_probs else None
+    if out is not None:
+        result = out.copy_(result)
+    return result, lse, probs
 
+
+def differentiable_forward(
+    problem: Attention, rng_state: Tensor | None, return_probs: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``forward`` for derivatives of any order and mode, and for ``torch.func``'s transforms.
+
+    What records keeps every tile, so memory grows with the product of the sequence lengths. The
+    signed probabilities have no derivative.
+    """
+    with torch.autocast(problem.q.device.type, enabled=False):
+        out, lse = _attend_by_tiles(problem, rng_state, recorded=True)
+    if not return_probs:
+        return out, lse, None
+    inputs = {name: getattr(problem, name).detach() for name in "qkv"}
+    return out, lse, signed_probabilities(problem._replace(**inputs), lse.detach(), rng_state)
+
+
+def _attend(a: Attention, rng_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    return cpu.forward(a) if cpu.covers(a) else _attend_by_tiles(a, rng_state)
+
+
+def _attend_by_tiles(
+    a: Attention, rng_state: Tensor | None, recorded: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return out and log-sum-exp; ``recorded`` if something differentiates or batches this code.
+
+    To derivatives the running maximum is a constant, as out and log-sum-exp do not depend on it. A
+    row with no visible key gets its results from constants, so its derivatives are 0 and not NaN.
+    """
+    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
+    all_out = _RowBuffer(
+        queries, (a.nheads, a.headdim_v), a.q.dtype, 0.0, a.q.device, in_place=not recorded
+    )
+    all_lse = _RowBuffer(
+        queries, (a.nheads, 1), a.compute_dtype, -torch.inf, a.q.device, in_place=not recorded
+    )
     for rows in _blocks(queries.max_length, _block(a)):
         q = queries.read(a.q, rows)  # (batch, nheads, m, headdim)
         row_max, row_sum = _initial_statistics(a, q)
@@ -57,23 +106,18 @@ def forward(
         for cols in _visible_blocks(a, queries, keys, rows):
             k, v = keys.read(a.k, cols), keys.read(a.v, cols)
             scores = _scores(a, queries, keys, q, k, rows, cols).masked
-            new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
-            finite_max = new_max.masked_fill(new_max == -torch.inf, 0.0)  # no visible key yet
+            new_max = torch.maximum(row_max, scores.detach().amax(-1, keepdim=True))
+            finite_max = _finite(new_max)  # no visible key yet
             p = torch.exp(scores - finite_max)
             rescale = torch.exp(row_max - finite_max)
             row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
             dropout = _dropout_factor(a, rng_state, rows, cols)
             acc = acc * rescale + _matmul(p * dropout, v)
             row_max = new_max
-        all_out.write(rows, acc / row_sum.masked_fill(row_sum == 0.0, 1.0))
+        row_sum = row_sum.masked_fill(row_sum == 0.0, 1.0)  # no visible key: 0 / 1, -inf + log(1)
+        all_out.write(rows, acc / row_sum)
         all_lse.write(rows, row_max + row_sum.log())
-
-    result = all_out.rows.view(a.out_shape)
-    lse = _lse_layout(a, all_lse.rows)
-    probs = signed_probabilities(a, lse, rng_state) if return_probs else None
-    if out is not None:
-        result = out.copy_(result)
-    return result, lse, probs
+    return all_out.rows.view(a.out_shape), _lse_layout(a, all_lse.rows)
 
 
 @_plain_arithmetic
@@ -93,6 +137,40 @@ def backward(
     P is recomputed from the log-sum-exp: P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta).
     """
     a = problem
+    if not _goes_by_sequence(a):
+        return _gradients(a, dout, out, lse, dlse, dq, dk, dv, rng_state)
+    for gradient in (dq, dk, dv):
+        gradient.zero_()
+    delta = torch.zeros_like(lse)
+    for one in _each_sequence(a):
+        part_delta = _gradients(
+            one.problem,
+            one.rows(dout),
+            one.rows(out),
+            one.statistic(lse),
+            None if dlse is None else one.statistic(dlse),
+            one.rows(dq),
+            one.keys(dk),
+            one.keys(dv),
+            rng_state,
+        )
+        one.statistic(delta).copy_(part_delta)
+    return delta
+
+
+def _gradients(
+    a: Attention,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    rng_state: Tensor | None,
+) -> Tensor:
+    if dlse is None and cpu.covers(a):
+        return cpu.backward(a, dout, out, lse, dq, dk, dv)
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
     all_dq = _RowBuffer(queries, (a.nheads, a.headdim), a.q.dtype, 0.0, a.q.device)
     all_delta = _RowBuffer(queries, (a.nheads, 1), a.compute_dtype, 0.0, a.q.device)
@@ -103,7 +181,7 @@ def backward(
 
     for rows in _blocks(queries.max_length, _block(a)):
         q, do = queries.read(a.q, rows), queries.read(dout, rows)
-        tile_lse = _finite_lse(queries.read(row_lse, rows))
+        tile_lse = _finite(queries.read(row_lse, rows))
         delta = (do * queries.read(out, rows)).sum(-1, keepdim=True)
         if row_dlse is not None:
             delta = delta - queries.read(row_dlse, rows)
@@ -134,18 +212,20 @@ def signed_probabilities(problem: Attention, lse: Tensor, rng_state: Tensor | No
     a = problem
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
     shape = (a.batch, a.nheads, *probs_seqlens(a))
-    probs = torch.zeros(shape, dtype=a.q.dtype, device=a.q.device)
+    probs = None
     row_lse = _query_layout(lse)
     for rows in _blocks(queries.max_length, _block(a)):
         q = queries.read(a.q, rows)
-        tile_lse = _finite_lse(queries.read(row_lse, rows))
+        tile_lse = _finite(queries.read(row_lse, rows))
         for cols in _visible_blocks(a, queries, keys, rows):
             scores = _scores(a, queries, keys, q, keys.read(a.k, cols), rows, cols).masked
             p = torch.exp(scores - tile_lse)
             if rng_state is not None:
                 p = torch.where(_keep(a, rng_state, rows, cols), p, -p)
+            if probs is None:  # of p, since vmap writes a batch only to what is one
+                probs = p.new_zeros(shape, dtype=a.q.dtype)
             probs[:, :, rows.start : rows.stop, cols.start : cols.stop] = p
-    return probs
+    return a.q.new_zeros(shape) if probs is None else probs
 
 
 def probs_seqlens(a: Attention) -> tuple[int, int]:
@@ -179,6 +259,59 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     return a._replace(q=q)
 
 
+# ---- one sequence after another ------------------------------------------------------------------
+
+
+class _One(NamedTuple):
+    """One sequence as a dense problem of its own, and what finds its rows in other tensors."""
+
+    problem: Attention
+    rows: Callable[[Tensor], Tensor]  # of a tensor like q: (1, seqlen_q, nheads, dim)
+    keys: Callable[[Tensor], Tensor]  # of a tensor like k: (1, seqlen_k, nheads_kv, dim)
+
+    def statistic(self, x: Tensor) -> Tensor:
+        """Its rows of a tensor like the log-sum-exp: (1, nheads, seqlen_q)."""
+        return self.rows(_query_layout(x))[..., 0].mT
+
+
+def _goes_by_sequence(a: Attention) -> bool:
+    """Whether to visit sequences one by one, each without padding and without a copy of its keys.
+
+    The lengths must be known to the host, which they are on a CPU. Short sequences fill a tile
+    together. (The dropout mask counts the sequences of the batch, so they stay together.)
+    """
+    if a.q.device.type != "cpu" or a.drops:
+        return False
+    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
+    if queries.whole and keys.whole:
+        return cpu.covers(a) and not cpu.takes_whole(a)
+    lengths = torch.cat([queries.length, keys.length])
+    return cpu.covers(a) or bool((lengths > BLOCK).any())
+
+
+def _without_slack(a: Attention) -> Attention:
+    """A cache of which all sequences use as many rows, without the others: a dense problem."""
+    used = a.seqused_k
+    if used is None or used.device.type != "cpu" or not _Sequences.of_keys(a).contiguous:
+        return a
+    lengths = set(used.tolist())
+    if len(lengths) != 1:
+        return a
+    seqlen_k = max(0, lengths.pop())
+    k, v = a.k[:, :seqlen_k], a.v[:, :seqlen_k]
+    return a._replace(k=k, v=v, max_seqlen_k=k.shape[1], seqused_k=None)
+
+
+def _each_sequence(a: Attention) -> Iterator[_One]:
+    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
+    for b in range(a.batch):
+        rows, cols = (functools.partial(x.rows_of, b) for x in (queries, keys))
+        slopes = a.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b]
+        yield _One(dense(rows(a.q), cols(a.k), cols(a.v), a.options, slopes, a.s_aux), rows, cols)
+
+
 # ---- where rows lie ------------------------------------------------------------------------------
 
 
@@ -192,7 +325,8 @@ class _Sequences:
     first: Tensor  # (batch,) int64: where row 0 is; with pages, in rows of the sequence
     seqlen: int = 0  # rows of a dense sequence or of a page; 0 for a packed tensor
     block_table: Tensor | None = None
-    contiguous: bool = False  # dense, and sequence b is exactly tensor[b]
+    contiguous: bool = False  # dense, and sequence b begins where tensor[b] does
+    whole: bool = False  # and ends where it does: the host knows all about its rows
 
     @classmethod
     def of_queries(cls, a: Attention) -> "_Sequences":
@@ -201,7 +335,9 @@ class _Sequences:
         batch, seqlen = a.q.shape[:2]
         slot = torch.arange(batch, device=a.q.device)
         length = torch.full_like(slot, seqlen)
-        return cls(batch * seqlen, seqlen, length, slot * seqlen, seqlen, contiguous=True)
+        return cls(
+            batch * seqlen, seqlen, length, slot * seqlen, seqlen, contiguous=True, whole=True
+        )
 
     @classmethod
     def of_cache(cls, a: Attention) -> "_Sequences":
@@ -221,7 +357,13 @@ class _Sequences:
         whole = a.cache_batch_idx is None
         max_length = capacity if slots > 0 else 0
         return cls(
-            slots * capacity, max_length, length, slot * capacity, capacity, contiguous=whole
+            slots * capacity,
+            max_length,
+            length,
+            slot * capacity,
+            capacity,
+            contiguous=whole,
+            whole=whole,
         )
 
     @classmethod
@@ -243,17 +385,16 @@ class _Sequences:
             leftpad = torch.minimum(a.leftpad_k.long().clamp(min=0), storage.length)
             first, length = first + leftpad, length - leftpad
         length = length.clamp(min=0, max=a.max_seqlen_k)
-        max_length = min(storage.max_length, a.max_seqlen_k)
-        if length.device.type == "cpu" and length.numel() > 0:
-            max_length = min(max_length, int(length.max()))
+        contiguous = storage.contiguous and a.leftpad_k is None
         return cls(
             storage.total,
-            max_length,
+            min(storage.max_length, a.max_seqlen_k),
             length,
             first,
             storage.seqlen,
             storage.block_table,
-            storage.contiguous and a.leftpad_k is None,
+            contiguous,
+            contiguous and a.seqused_k is None,
         )
 
     @classmethod
@@ -284,6 +425,26 @@ class _Sequences:
         assert self.block_table is not None
         return (row // self.seqlen).clamp(0, self.block_table.shape[1] - 1)
 
+    @functools.cached_property
+    def _extents(self) -> list[tuple[int, int]]:
+        """First row and length of each sequence, which the host waits for on a GPU."""
+        return list(zip(self.first.tolist(), self.length.tolist(), strict=True))
+
+    def rows_of(self, b: int, tensor: Tensor) -> Tensor:
+        """Sequence b, (1, length, heads, dim): a view, or a copy of its pages."""
+        first, length = self._extents[b]
+        if length == 0:
+            return tensor.new_empty(1, 0, *tensor.shape[-2:])
+        if self.block_table is not None:
+            pages = self.block_table[b, : -(-(first + length) // self.seqlen)].long()
+            rows = tensor[pages.clamp(0, tensor.shape[0] - 1)].flatten(0, 1)
+            return rows[None, first : first + length]
+        if self.seqlen == 0:
+            return tensor[None, first : first + length]
+        slot = min(max(first // self.seqlen, 0), tensor.shape[0] - 1)
+        start = first % self.seqlen
+        return tensor[slot : slot + 1, start : start + length]
+
     def rows(self, block: range) -> tuple[Tensor, Tensor]:
         """Return the tensor's rows of a block of each sequence, and which exist: (batch, n)."""
         row = torch.arange(block.start, block.stop, device=self.length.device)
@@ -303,7 +464,9 @@ class _Sequences:
             tile = tensor[index // self.seqlen, index % self.seqlen]
         else:
             tile = tensor[index]
-        tile = tile.masked_fill(~exists[:, :, None, None], 0.0).transpose(1, 2)
+        if not self.whole:
+            tile = tile.masked_fill(~exists[:, :, None, None], 0.0)
+        tile = tile.transpose(1, 2)
         return tile if tile.dtype == torch.float64 else tile.float()
 
 
@@ -317,8 +480,10 @@ class _RowBuffer:
         dtype: torch.dtype,
         fill: float,
         device: torch.device,
+        in_place: bool = True,
     ) -> None:
         self._sequences = sequences
+        self._in_place = in_place
         self._buffer = torch.full(
             (sequences.total + 1, *row_shape), fill, dtype=dtype, device=device
         )
@@ -333,7 +498,8 @@ class _RowBuffer:
 
     def write(self, block: range, tile: Tensor) -> None:
         """Store a (batch, heads, n, dim) tile."""
-        self._buffer[self._index(block)] = tile.transpose(1, 2).to(self._buffer.dtype)
+        put = self._buffer.index_put_ if self._in_place else self._buffer.index_put
+        self._buffer = put((self._index(block),), tile.transpose(1, 2).to(self._buffer.dtype))
 
     def add(self, block: range, tile: Tensor) -> None:
         """Add a (batch, heads, n, dim) tile: one addend a row, so no order can matter."""
@@ -378,6 +544,9 @@ def _scores(
     if a.softcap > 0:
         capped = torch.tanh(scores / a.softcap)
         scores, gate = a.softcap * capped, 1 - capped * capped
+    all_visible = _all_visible(a, queries, keys, rows, cols)
+    if all_visible and a.alibi_slopes is None:
+        return _Scores(scores, gate)
 
     i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
     j = torch.arange(cols.start, cols.stop, device=q.device)
@@ -385,16 +554,30 @@ def _scores(
     distance = j - (
         i + seqlen_k - seqlen_q
     )  # (batch, m, n): 0 on the diagonal that ends bottom right
+    if a.alibi_slopes is not None:
+        slopes = a.alibi_slopes.expand(a.batch, a.nheads)[:, :, None, None].to(scores.dtype)
+        scores = scores - slopes * distance.abs()[:, None]
+    if all_visible:
+        return _Scores(scores, gate)
     visible = (i < seqlen_q) & (j < seqlen_k)
     if a.window_left >= 0:
         visible = visible & (distance >= -a.window_left)
     if a.window_right >= 0:
         visible = visible & (distance <= a.window_right)
-
-    if a.alibi_slopes is not None:
-        slopes = a.alibi_slopes.expand(a.batch, a.nheads)[:, :, None, None].to(scores.dtype)
-        scores = scores - slopes * distance.abs()[:, None]
     return _Scores(scores.masked_fill(~visible[:, None], -torch.inf), gate)
+
+
+def _all_visible(
+    a: Attention, queries: _Sequences, keys: _Sequences, rows: range, cols: range
+) -> bool:
+    """Whether the host knows that the mask hides nothing of a tile."""
+    if not (queries.whole and keys.whole):
+        return False
+    diagonal = keys.max_length - queries.max_length
+    least, most = cols.start - (rows.stop - 1 + diagonal), cols.stop - 1 - (rows.start + diagonal)
+    return (a.window_left < 0 or least >= -a.window_left) and (
+        a.window_right < 0 or most <= a.window_right
+    )
 
 
 def _dropout_factor(
@@ -417,7 +600,8 @@ def _initial_statistics(a: Attention, q: Tensor) -> tuple[Tensor, Tensor]:
     shape = (*q.shape[:-1], 1)
     if a.s_aux is None:
         return q.new_full(shape, -torch.inf), q.new_zeros(shape)
-    return a.s_aux.to(q.dtype)[:, None, None].expand(shape), q.new_ones(shape)
+    sink = a.s_aux.to(q.dtype)[:, None, None].expand(shape)
+    return sink.detach(), torch.exp(sink - _finite(sink.detach()))
 
 
 # ---- which tiles ---------------------------------------------------------------------------------
@@ -443,10 +627,7 @@ def _visible_blocks(
     if keys.total == 0:
         return
     least, most = -queries.max_length, keys.max_length  # bounds of seqlen_k - seqlen_q
-    if keys.length.device.type == "cpu" and keys.length.numel() > 0:
-        shift = keys.length - queries.length
-        least, most = int(shift.min()), int(shift.max())
-    elif a.cu_seqlens_q is None and keys.contiguous and a.seqused_k is None:
+    if queries.whole and keys.whole:
         least = most = keys.max_length - queries.max_length
     start = 0 if a.window_left < 0 else max(0, rows.start + least - a.window_left)
     stop = keys.max_length
@@ -482,9 +663,9 @@ def _stack_group(x: Tensor, nheads_kv: int) -> Tensor:
     return x.unflatten(1, (nheads_kv, -1)).flatten(2, 3)
 
 
-def _finite_lse(lse: Tensor) -> Tensor:
+def _finite(reference: Tensor) -> Tensor:
     """A row with no visible key has scores of -inf only: exp(-inf - 0) is 0, as it should be."""
-    return lse.masked_fill(lse == -torch.inf, 0.0)
+    return reference.masked_fill(reference == -torch.inf, 0.0)
 
 
 def _query_layout(lse: Tensor) -> Tensor:

@@ -1,0 +1,161 @@
+"""Dense problems on a CPU by PyTorch's own flash attention, which is faster than tiles.
+
+Its two operators know a scale and a causal mask that starts in the top left corner, and give the
+same out and log-sum-exp as ours. They are also what PyTorch's ``scaled_dot_product_attention`` runs
+on a CPU; an old PyTorch without them leaves everything to tiles.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flash_attn._arguments import Attention
+
+_NAME = "_scaled_dot_product_flash_attention_for_cpu"
+_forward = getattr(torch.ops.aten, _NAME, None)
+_backward = getattr(torch.ops.aten, f"{_NAME}_backward", None)
+
+# In float16 its forward is no faster than tiles; its backward took 5 times as long (EPYC, AVX-512).
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def covers(a: Attention) -> bool:
+    """Whether the operators have the options and sizes of a problem, and are faster than tiles."""
+    return (
+        _forward is not None
+        and _backward is not None
+        and a.q.device.type == "cpu"
+        and a.headdim == a.headdim_v
+        and a.window_left < 0
+        and a.window_right <= 0
+        and a.softcap == 0
+        and a.alibi_slopes is None
+        and not a.drops
+        and a.softmax_scale > 0  # else a masked score may be 0 * -inf
+        and a.q.dtype in _DTYPES
+        and not (a.q.dtype == torch.bfloat16 and a.max_seqlen_q == 1)  # 2.4 times as long as tiles
+        and a.q.numel() > 0  # the operators crash where there is nothing
+        and a.k.numel() > 0
+    )
+
+
+def takes_whole(a: Attention) -> bool:
+    """Whether one call does a batch: where heads share keys, strides say so of one sequence."""
+    return a.nheads == a.nheads_kv or a.q.shape[1] == 1 or a.batch == 1
+
+
+def forward(a: Attention) -> tuple[Tensor, Tensor]:
+    """Return out and log-sum-exp of a dense problem that is covered and taken whole."""
+    assert _forward is not None
+    q, k, v = _queries(a, a.q), _keys(a, a.k), _keys(a, a.v)
+    parts = []
+    for rows, cols, causal in _rectangles(a):
+        arguments = (x[:, :, part] for x, part in ((q, rows), (k, cols), (v, cols)))
+        parts.append(_forward(*arguments, 0.0, causal, scale=a.softmax_scale))
+    out, lse = parts[0] if len(parts) == 1 else _merge(*parts[0], *parts[1])
+    if blind := q.shape[2] - out.shape[2]:
+        out, lse = pad(out, (0, 0, blind, 0)), pad(lse, (blind, 0), value=-torch.inf)
+    out, lse = _rows(a, out), _rows(a, lse[..., None])
+    if a.s_aux is not None:
+        sink = a.s_aux.to(lse.dtype)[:, None].expand_as(lse)
+        out, lse = _merge(out, lse, torch.zeros_like(out), sink)
+    return out.contiguous(), lse[..., 0].mT.contiguous()
+
+
+def backward(
+    a: Attention,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Tensor:
+    """Write the gradients of such a problem, from any ``out`` and ``lse``; return delta."""
+    assert _backward is not None
+    delta = (dout.to(lse.dtype) * out).sum(-1).mT.contiguous()
+    lse = _queries(a, lse.mT[..., None])[..., 0]
+    # The operator takes the last dimension of ``out`` to be contiguous.
+    q, do, o = (_queries(a, x) for x in (a.q, dout.contiguous(), out.contiguous()))
+    k, v = _keys(a, a.k), _keys(a, a.v)
+    rows_dq = []
+    for rows, cols, causal in _rectangles(a):
+        part_q, part_do, part_o, part_lse = (x[:, :, rows] for x in (q, do, o, lse))
+        arguments = part_do, part_q, k[:, :, cols], v[:, :, cols], part_o, part_lse
+        part_dq, *keys = _backward(*arguments, 0.0, causal, scale=a.softmax_scale)
+        rows_dq.append(part_dq)
+        for grad, part in zip((dk, dv), keys, strict=True):
+            grad[:, cols] = _key_rows(a, part)
+    part_dq = rows_dq[0] if len(rows_dq) == 1 else rows_dq[0] + rows_dq[1]
+    dq.copy_(_rows(a, pad(part_dq, (0, 0, q.shape[2] - part_dq.shape[2], 0))))
+    return delta
+
+
+def _rectangles(a: Attention) -> Iterator[tuple[slice, slice, bool]]:
+    """Rows, keys and whether the mask is causal, of one or two rectangles that make the problem.
+
+    The causal mask ends in the bottom right corner. With more keys than queries that is a rectangle
+    that all queries see, left of a square; with more queries the first of them see nothing.
+
+        seqlen_q < seqlen_k     seqlen_q > seqlen_k
+        x x x | x . .           . . .
+        x x x | x x .           -----
+        x x x | x x x           x . .
+                                x x .
+                                x x x
+    """
+    seqlen_q, seqlen_k = a.q.shape[1], a.k.shape[1]
+    if a.window_right < 0 or seqlen_q == 1:
+        yield slice(None), slice(None), False
+        return
+    left = max(0, seqlen_k - seqlen_q)
+    if left:
+        yield slice(None), slice(left), False
+    yield slice(max(0, seqlen_q - seqlen_k), None), slice(left, None), True
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two sets of keys from that to each: out (..., dim), lse (...) or (..., 1)."""
+    whole = torch.logaddexp(lse, other_lse)
+    finite = whole.masked_fill(whole == -torch.inf, 0.0)  # no visible key: both weights are 0
+    weight, other_weight = (torch.exp(x - finite) for x in (lse, other_lse))
+    if lse.dim() < out.dim():
+        weight, other_weight = weight[..., None], other_weight[..., None]
+    return (out * weight + other * other_weight).to(out.dtype), whole
+
+
+# ---- the operator's (batch, nheads, seqlen, headdim) ---------------------------------------------
+#
+# Heads that share keys, one query each, see the same keys: to the operator they are the rows of one
+# head. With more queries, key heads stand for the batch, and a stride of 0 repeats their keys.
+
+
+def _queries(a: Attention, x: Tensor) -> Tensor:
+    if a.nheads == a.nheads_kv:
+        return x.transpose(1, 2)
+    x = x.unflatten(2, (a.nheads_kv, -1))  # (batch, seqlen_q, nheads_kv, group, headdim)
+    return x[:, 0] if x.shape[1] == 1 else x[0].movedim(0, 2)
+
+
+def _keys(a: Attention, x: Tensor) -> Tensor:
+    if a.nheads == a.nheads_kv or a.q.shape[1] == 1:
+        return x.transpose(1, 2)
+    heads = x[0].transpose(0, 1)[:, None]  # (nheads_kv, 1, seqlen_k, headdim)
+    return heads.expand(-1, a.nheads // a.nheads_kv, -1, -1)
+
+
+def _rows(a: Attention, x: Tensor) -> Tensor:
+    """The inverse of _queries."""
+    if a.nheads == a.nheads_kv:
+        return x.transpose(1, 2)
+    x = x[:, None] if a.q.shape[1] == 1 else x.movedim(2, 0)[None]
+    return x.flatten(2, 3)
+
+
+def _key_rows(a: Attention, x: Tensor) -> Tensor:
+    """The inverse of _keys, of gradients: their sum over a group."""
+    if a.nheads == a.nheads_kv or a.q.shape[1] == 1:
+        return x.transpose(1, 2)
+    return x.sum(1).transpose(0, 1)[None]
