@@ -239,9 +239,14 @@ def flash_attn_varlen_func(
         alibi_slopes,
         return_attn_probs,
         block_table,
-        s_aux=s_aux,
-        deterministic=deterministic,
-        out=out,
+        None,
+        None,
+        False,
+        0,
+        s_aux,
+        deterministic,
+        None,
+        out,
     )
     return _ops.complete(*result)[:3] if return_attn_probs else result[0]
 
@@ -407,7 +412,7 @@ def flash_attn_with_kvcache(
         alibi_slopes,
         num_splits,
         s_aux,
-        out=out,
+        out,
     )
     return result if return_softmax_lse else result[0]
 
