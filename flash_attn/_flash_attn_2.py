@@ -18,30 +18,32 @@ from flash_attn import _ops
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _completed(routed: Callable[..., Any]) -> Callable[..., Any]:
+def _completed(name: str, routed: Callable[..., Any]) -> Callable[..., Any]:
     """``routed`` with a tensor for each of out, softmax_lse, S_dmask and rng_state."""
 
     @functools.wraps(routed)
     def private(*args: Any, **kwargs: Any) -> Any:
         return _ops.complete(*routed(*args, **kwargs))
 
+    private.__name__ = private.__qualname__ = name
     return private
 
 
-def _softmax_d_of(routed: Callable[..., Any]) -> Callable[..., Tensor]:
+def _softmax_d_of(name: str, routed: Callable[..., Any]) -> Callable[..., Tensor]:
     """``routed``, which writes dq, dk and dv, returning softmax_d alone."""
 
     @functools.wraps(routed)
     def private(*args: Any, **kwargs: Any) -> Tensor:
         return routed(*args, **kwargs)[3]
 
+    private.__name__ = private.__qualname__ = name
     return private
 
 
-forward = _completed(_ops.flash_attn_forward)
-varlen_forward = _completed(_ops.flash_attn_varlen_forward)
-backward = _softmax_d_of(_ops.flash_attn_backward)
-varlen_backward = _softmax_d_of(_ops.flash_attn_varlen_backward)
+forward = _completed("_flash_attn_forward", _ops.flash_attn_forward)
+varlen_forward = _completed("_flash_attn_varlen_forward", _ops.flash_attn_varlen_forward)
+backward = _softmax_d_of("_flash_attn_backward", _ops.flash_attn_backward)
+varlen_backward = _softmax_d_of("_flash_attn_varlen_backward", _ops.flash_attn_varlen_backward)
 
 
 def fwd(

@@ -416,9 +416,8 @@ def _operator(
         """The parameters after the first, given ones. (inspect's own binding takes 20 us more.)"""
         rest = range(given, len(names))
         values = [kwargs[names[i]] if names[i] in kwargs else defaults[i] for i in rest]
-        if any(x is inspect.Parameter.empty for x in values) or not kwargs.keys() <= set(
-            names[given:]
-        ):
+        unknown = kwargs.keys() - names[given:]
+        if unknown or any(x is inspect.Parameter.empty for x in values):
             signature.bind(*[None] * given, **kwargs)  # raises what says what is wrong
         return values
 
@@ -513,7 +512,8 @@ def _operator(
         if kwargs or len(args) < len(names):
             args = (*args, *values_of(len(args), kwargs))
         if is_attention and args[i_state] is None and args[i_dropout]:
-            args = (*args[:i_state], draw_rng_state(args[0].device), *args[i_state + 1 :])
+            if isinstance(args[0], Tensor):  # anything else is an error, which `arguments` explains
+                args = (*args[:i_state], draw_rng_state(args[0].device), *args[i_state + 1 :])
         watched = torch.compiler.is_compiling() or _is_watched(args)
         special = (
             watched

@@ -93,7 +93,9 @@ def test_public_signature(name):
 
 @pytest.mark.parametrize("name", PRIVATE)
 def test_private_signature(name):
-    signature = inspect.signature(getattr(flash_attn_interface, name))
+    function = getattr(flash_attn_interface, name)
+    assert inspect.isfunction(function) and function.__name__ == name
+    signature = inspect.signature(function)
     expected = parse(PRIVATE[name])
     assert names_and_defaults(signature)[: len(expected)] == expected
     for extension in list(signature.parameters.values())[len(expected) :]:

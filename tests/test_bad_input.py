@@ -63,6 +63,7 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
     "dense": [
         # Types, dtypes, devices
         ({"q": [1.0]}, TypeError, ["q", "list"]),
+        ({"q": [1.0], "dropout_p": 0.1}, TypeError, ["q", "list"]),
         ({"k": None}, TypeError, ["k", "None"]),
         ({"v": 3}, TypeError, ["v", "int"]),
         ({"q": randn(2, 5, 4, 8).int()}, TypeError, ["q", "int32"]),
