@@ -43,12 +43,18 @@ def needs_operator() -> None:
 
 @pytest.fixture
 def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where a tile is computed."""
+    """Fail where a tile is computed, but by the backward in float32 (`cpu.covers_backward`)."""
+    scores = tiled._scores
 
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a tile of scores")
+    def refuse(a: _arguments.Attention, *rest: Any) -> tiled._Scores:
+        assert a.q.dtype == torch.float32, "a tile of scores"
+        return scores(a, *rest)
+
+    def refuse_forward(*_: Any) -> None:
+        raise AssertionError("a tile of the forward")
 
     monkeypatch.setattr(tiled, "_scores", refuse)
+    monkeypatch.setattr(tiled, "_attend_by_tiles", refuse_forward)
 
 
 @pytest.fixture
@@ -210,6 +216,31 @@ def test_masks_only_where_they_cross(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "masked_fill", record)
     call(dense(1, 300, 300, softcap=1.0, causal=True))
     assert len(masked) == 3
+
+
+def test_gradients_of_peaked_rows():
+    """As exact as standard attention, which the operator's backward is not in float32."""
+    problem = dense(1, 300, 300, 4, 4, 32, causal=True)
+    problem.q *= 6
+    dout = torch.randn_like(problem.q)
+
+    def gradients(attend: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(attend(*leaves), leaves, dout.to(inputs[0].dtype))
+
+    def standard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * problem.scale
+        future = torch.ones(300, 300, dtype=torch.bool).triu(1)
+        return torch.einsum(
+            "bhij,bjhd->bihd", scores.masked_fill(future, -torch.inf).softmax(-1), v
+        )
+
+    inputs = problem.q, problem.k, problem.v
+    ours = gradients(lambda q, k, v: call(replace(problem, q=q, k=k, v=v)), *inputs)
+    exact = gradients(standard, *(x.double() for x in inputs))
+    for x, naive, y in zip(ours, gradients(standard, *inputs), exact, strict=True):
+        bound = 2 * (naive - y).norm() + torch.finfo(x.dtype).eps * y.norm()
+        assert (x - y).norm() <= bound
 
 
 def test_same_gradients_every_time():

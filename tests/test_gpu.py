@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from test_kvcache import decode
 from torch import Tensor
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn._backends import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -111,3 +113,16 @@ def test_graph_of_training(device, layout, deterministic):
         graph.replay()
         names = ("out", "lse", "dq", "dk", "dv")
         assert_matches_oracle(dict(zip(names, results, strict=True)), problem, dout)
+
+
+def test_streams_have_identities():
+    """Of threads' own streams, which share a handle, and of streams one after another, which may."""
+    if not cuda.available():
+        pytest.skip("no extension")
+    per_thread = 2  # cudaStreamPerThread
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(cuda._C.stream_id, per_thread).result()
+    mine = cuda._C.stream_id(per_thread)
+    assert mine == cuda._C.stream_id(per_thread) != theirs
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    assert len({cuda._C.stream_id(stream.cuda_stream) for stream in streams}) == 3

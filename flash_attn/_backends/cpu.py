@@ -41,6 +41,15 @@ def covers(a: Attention) -> bool:
     )
 
 
+def covers_backward(a: Attention) -> bool:
+    """The same of the backward.
+
+    Its float32 exponentials are right to 20 bits: where rows are peaked the gradients have up to
+    3.5 times the error of standard attention, and those of tiles 1.2 times.
+    """
+    return covers(a) and a.q.dtype != torch.float32
+
+
 def takes_whole(a: Attention) -> bool:
     """Whether one call does a batch: where heads share keys, strides say so of one sequence."""
     return a.nheads == a.nheads_kv or a.q.shape[1] == 1 or a.batch == 1

@@ -112,7 +112,7 @@ def _attend_by_tiles(
             rescale = torch.exp(row_max - finite_max)
             row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
             dropout = _dropout_factor(a, rng_state, rows, cols)
-            acc = acc * rescale + _matmul(p * dropout, v)
+            acc = acc * rescale + _matmul(p if dropout is None else p * dropout, v)
             row_max = new_max
         row_sum = row_sum.masked_fill(row_sum == 0.0, 1.0)  # no visible key: 0 / 1, -inf + log(1)
         all_out.write(rows, acc / row_sum)
@@ -169,7 +169,7 @@ def _gradients(
     dv: Tensor,
     rng_state: Tensor | None,
 ) -> Tensor:
-    if dlse is None and cpu.covers(a):
+    if dlse is None and cpu.covers_backward(a):
         return cpu.backward(a, dout, out, lse, dq, dk, dv)
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
     all_dq = _RowBuffer(queries, (a.nheads, a.headdim), a.q.dtype, 0.0, a.q.device)
@@ -189,19 +189,22 @@ def _gradients(
         for cols in _visible_blocks(a, queries, keys, rows):
             k, v = keys.read(a.k, cols), keys.read(a.v, cols)
             scores = _scores(a, queries, keys, q, k, rows, cols)
-            p = torch.exp(scores.masked - tile_lse)
+            p = dropped_p = torch.exp(scores.masked - tile_lse)
+            dp = _matmul(do, v.mT)
             dropout = _dropout_factor(a, rng_state, rows, cols)
-            ds = p * (_matmul(do, v.mT) * dropout - delta)
+            if dropout is not None:
+                dropped_p, dp = p * dropout, dp * dropout
+            ds = (dp - delta).mul_(p)
             if scores.softcap_gate is not None:
                 ds = ds * scores.softcap_gate
-            tile_dq += a.softmax_scale * _matmul(ds, k)
-            all_dk.add(cols, a.softmax_scale * _matmul_over_group(ds, q, a.nheads_kv))
-            all_dv.add(cols, _matmul_over_group(p * dropout, do, a.nheads_kv))
-        all_dq.write(rows, tile_dq)
+            tile_dq += _matmul(ds, k)  # without the scale, as dK
+            all_dk.add(cols, _matmul_over_group(ds, q, a.nheads_kv))
+            all_dv.add(cols, _matmul_over_group(dropped_p, do, a.nheads_kv))
+        all_dq.write(rows, a.softmax_scale * tile_dq)
         all_delta.write(rows, delta)
 
     dq.copy_(all_dq.rows.view(dq.shape))
-    dk.copy_(all_dk.rows.view(dk.shape))
+    dk.copy_(a.softmax_scale * all_dk.rows.view(dk.shape))
     dv.copy_(all_dv.rows.view(dv.shape))
     return _lse_layout(a, all_delta.rows)
 
@@ -503,7 +506,11 @@ class _RowBuffer:
 
     def add(self, block: range, tile: Tensor) -> None:
         """Add a (batch, heads, n, dim) tile: one addend a row, so no order can matter."""
-        self._buffer[self._index(block)] += tile.transpose(1, 2)
+        if self._sequences.whole:
+            dense = self.rows.unflatten(0, (-1, self._sequences.seqlen))
+            dense[:, block.start : block.stop] += tile.transpose(1, 2)
+        else:
+            self._buffer[self._index(block)] += tile.transpose(1, 2)
 
 
 def _write_rows(cache: Tensor, index: Tensor, rows: Tensor, writable: Tensor) -> None:
@@ -582,10 +589,10 @@ def _all_visible(
 
 def _dropout_factor(
     a: Attention, rng_state: Tensor | None, rows: range, cols: range
-) -> Tensor | float:
+) -> Tensor | None:
     """What each probability is multiplied by: 0 where dropped, 1 / (1 - dropout_p) where kept."""
     if a.dropout_p == 0 or rng_state is None:
-        return 1.0
+        return None
     return _keep(a, rng_state, rows, cols).to(a.compute_dtype) / (1 - a.dropout_p)
 
 
