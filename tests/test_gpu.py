@@ -116,7 +116,7 @@ def test_graph_of_training(device, layout, deterministic):
 
 
 def test_streams_have_identities():
-    """Of threads' own streams, which share a handle, and of streams one after another, which may."""
+    """Threads' own streams share a handle, and streams one after another may."""
     if not cuda.available():
         pytest.skip("no extension")
     per_thread = 2  # cudaStreamPerThread
