@@ -583,7 +583,7 @@ def is_readable(x: Tensor) -> bool:
         x.device.type == "cpu"
         and not has_no_data(x)
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._are_functorch_transforms_active()
     )
 
 

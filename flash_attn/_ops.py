@@ -402,7 +402,11 @@ def _operator(
     defaults = [p.default for p in signature.parameters.values()]
     annotations = [p.annotation for p in signature.parameters.values()]
     tensors = [i for i, kind in enumerate(annotations) if kind in (Tensor, Tensor | None)]
-    numbers = [(i, x) for i, x in enumerate(annotations) if x in _numbers.READERS]
+    numbers = [
+        (i, names[i], kind if isinstance(kind, type) else float, _numbers.READERS[kind])
+        for i, kind in enumerate(annotations)
+        if kind in _numbers.READERS
+    ]
     first_written = min(map(names.index, destinations))
     end_written = first_written + len(destinations)
     is_attention = backward_of is not None
@@ -468,9 +472,9 @@ def _operator(
         """A call that a derivative is wanted of, or that something must see."""
         if is_attention and isinstance(args[i_scale], Tensor):
             args[0], args[i_scale] = _carry_scale(args[0], args[i_scale])
-        for i, kind in numbers:
-            if type(args[i]) is not kind:
-                args[i] = _numbers.READERS[kind](names[i], args[i])
+        for i, parameter, plain_type, read in numbers:
+            if type(args[i]) is not plain_type:
+                args[i] = read(parameter, args[i])
         if i_lengths is not None:
             args[i_lengths] = _as_lengths(args[i_lengths], args[0])
         operands, given = taken(args), args[first_written:end_written]
@@ -482,7 +486,7 @@ def _operator(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )
         output: Any
-        functorch = torch._C._are_functorch_transforms_active()
+        functorch = _in_transform()
         if functorch and torch.compiler.is_compiling():
             torch.ops.flash_attn.refuse_transforms(torch.empty(0))
         if functorch or _has_tangent(operands):
@@ -542,11 +546,16 @@ def _is_watched(args: Sequence[Any]) -> bool:
     return any(isinstance(x, Tensor) and type(x) not in _ORDINARY for x in args)
 
 
+@torch.compiler.assume_constant_result  # the compiler guards it, but traces it in newer ones only
+def _in_transform() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
 def _wants_gradient(args: Sequence[Any], tensors: Sequence[int]) -> bool:
     if torch.is_grad_enabled():
         for i in tensors:  # faster than any() and isinstance, on every call's path
             x = args[i]
-            if x is not None and getattr(x, "requires_grad", False):
+            if isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
 
