@@ -14,7 +14,7 @@
 #include "common/mask.h"
 #include "common/scores.h"
 #include "common/sequence.h"
-#include "common/shared_tile.h"
+#include "common/shared_address.h"
 #include "common/softmax.h"
 #include "common/warp.h"
 #include "params.h"
@@ -22,6 +22,7 @@
 #include "ptx/cp_async.h"
 #include "ptx/opaque.h"
 #include "sm80/backward_config.cuh"
+#include "sm80/shared_tile.cuh"
 #include "sm80/warp_matmul.cuh"
 
 namespace flash::sm80 {

@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/shared_tile.h"
 #include "params.h"
+#include "sm80/shared_tile.cuh"
 
 namespace flash::sm80 {
 

@@ -16,7 +16,7 @@
 #include "common/pack.h"
 #include "common/scores.h"
 #include "common/sequence.h"
-#include "common/shared_tile.h"
+#include "common/shared_address.h"
 #include "common/softmax.h"
 #include "common/warp.h"
 #include "params.h"
@@ -26,6 +26,7 @@
 #include "ptx/opaque.h"
 #include "sm80/forward_config.cuh"
 #include "sm80/row_team.cuh"
+#include "sm80/shared_tile.cuh"
 
 namespace flash::sm80 {
 

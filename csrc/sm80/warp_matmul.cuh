@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "common/shared_tile.h"
 #include "ptx/ldmatrix.h"
 #include "ptx/mma_sync.h"
 #include "ptx/opaque.h"
+#include "sm80/shared_tile.cuh"
 
 namespace flash::sm80 {
 

@@ -5,21 +5,11 @@
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
+#include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
-
-constexpr int kWarpgroup = 128;     // threads
-constexpr int kWarpgroupRows = 64;  // of wgmma
-
-constexpr int kTileSlots = 4;  // of tiles that are under way
-
-// A box of the copy engine has kBoxCols columns; a tile is made of (rows, kBoxCols) parts, the last
-// of which may be wider than the matrix.
-constexpr int kBoxCols = 64;
-constexpr int kPartBytes = kBoxCols * 2;  // of a row
-template <int kCols>
-constexpr int kParts = (kCols + kBoxCols - 1) / kBoxCols;
 
 struct ForwardTile {
   int block_m;      // queries of a tile: 64 for each consumer warpgroup
@@ -100,7 +90,7 @@ struct ForwardConfig {
     alignas(1024) T q[kQStages][kParts<kHeadDim> * kBlockM * kBoxCols];
     alignas(1024) T k[kStages][kParts<kHeadDim> * kBlockN * kBoxCols];
     alignas(1024) T v[kStages][kParts<kHeadDimV> * kBlockN * kBoxCols];
-    // Barriers: "full" when the copy engine has written, "empty" when the consumers have read.
+    // Barriers of the pipelines (pipeline.cuh).
     uint64_t q_full[kQStages], q_empty[kQStages];
     uint64_t k_full[kStages], k_empty[kStages];
     uint64_t v_full[kStages], v_empty[kStages];

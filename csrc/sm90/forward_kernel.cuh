@@ -1,30 +1,29 @@
 // Attention forward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 //
-// Thread blocks stay on their SM and take tile after tile. One warp, the scheduler, finds the next;
-// two, the producers, have the copy engine fill shared memory: one with Q of a tile and its blocks
-// of keys, one with those of values, from the last to the first; with ALiBi they start at the
-// diagonal (TileRange). Two or three warpgroups, the consumers, own 64 queries each; scores and
-// output stay in registers. Where tiles need few, a thread block does all that twice, in two
-// streams of tiles (forward_config.cuh). A warp that would be idle clears the rows of no sequence.
+// Thread blocks stay on their SM and take tile after tile. Their warps have roles:
+//
+//   scheduler  one warp: finds the next tile
+//   producers  two warps: have TMA load Q of the tile and its blocks of keys, and those of values
+//   consumers  two or three warpgroups: own 64 queries each, scores and output in registers
+//
+// Blocks are taken from the last to the first; with ALiBi they start at the diagonal (TileRange).
+// Where a tile needs few registers, a thread block works on two streams of tiles
+// (forward_config.cuh). Each has its own consumers, and one warp that schedules and loads.
+// A warp that would be idle clears the rows of no sequence.
 //
 // NaN or Inf outside a sequence never reaches its result; of keys inside it that the mask hides
 // from a query the same is said as in sm80/forward_kernel.cuh.
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
-#include <cuda/ptx>
 #include <type_traits>
 
 #include "common/dropout.h"
 #include "common/gaps.h"
 #include "common/mask.h"
-#include "common/pack.h"
 #include "common/scores.h"
 #include "common/sequence.h"
-#include "common/shared_tile.h"
 #include "common/softmax.h"
 #include "common/warp.h"
 #include "params.h"
@@ -33,8 +32,13 @@
 #include "ptx/setmaxnreg.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
+#include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
+#include "sm90/store.cuh"
+#include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
+#include "sm90/tma_load.cuh"
+#include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
 
@@ -45,30 +49,12 @@ struct ForwardMaps {
   CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v)
 };
 
-// How often a ring of barriers has been advanced: one register holds place and phase.
-template <int kSize>
-struct Ring {
-  uint32_t count = 0;
-
-  __device__ int place() const { return count % kSize; }
-  __device__ uint32_t phase() const { return count / kSize % 2; }
-  __device__ void advance() { ++count; }
-  __device__ Ring next() const { return {count + 1}; }
+// What the host decides about a launch.
+struct ForwardSchedule : TileSchedule {
+  int key_box_rows;  // keys that one box of TMA holds; divides kBlockN
+  bool draw_early;   // with one stream: the next tile is drawn before it is wanted
+  bool clear_tail;   // there may be anything but zeros behind a sequence's last value
 };
-
-// Waits for the end of a barrier's phase. A new barrier is in phase 0, and its phase 1 counts as
-// over.
-__device__ inline void wait(uint64_t& barrier, uint32_t phase) {
-  while (!cuda::ptx::mbarrier_try_wait_parity(&barrier, phase)) {
-  }
-}
-
-__device__ inline void arrive(uint64_t& barrier) { cuda::ptx::mbarrier_arrive(&barrier); }
-
-__device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) arrive(barrier);
-}
 
 // One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some.
 template <typename Config>
@@ -83,7 +69,7 @@ struct TileRange {
   // first and last. n_last < n_first: there is none.
   int n_first, n_last, n_start, n_end;
 
-  __device__ TileRange(const ForwardParams& params, const Schedule& schedule, const Tile& tile)
+  __device__ TileRange(const ForwardParams& params, const TileSchedule& schedule, const Tile& tile)
       : sequence(params, tile.batch),
         m_begin(tile.m_block * schedule.rows),
         m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
@@ -121,29 +107,10 @@ struct TileRange {
   }
 };
 
-// By each warp of the consumers and by both producers; `ring` is the caller's.
-template <typename SharedStorage>
-__device__ Tile receive_tile(SharedStorage& shared, Ring<kTileSlots>& ring, int lane) {
-  wait(shared.tile_full[ring.place()], ring.phase());
-  const Tile tile = shared.tiles[ring.place()];
-  arrive_of_warp(shared.tile_empty[ring.place()], lane);
-  ring.advance();
-  return tile;
-}
-
 // ---- Scheduler ---------------------------------------------------------------------------------
 
 template <typename SharedStorage>
-__device__ void send_tile(SharedStorage& shared, const Tile& tile, Ring<kTileSlots>& ring,
-                          int lane) {
-  wait(shared.tile_empty[ring.place()], ring.phase() ^ 1);
-  if (lane == 0) shared.tiles[ring.place()] = tile;
-  arrive_of_warp(shared.tile_full[ring.place()], lane);
-  ring.advance();
-}
-
-template <typename SharedStorage>
-__device__ void distribute_tiles(const ForwardParams& params, const Schedule& schedule,
+__device__ void distribute_tiles(const ForwardParams& params, const ForwardSchedule& schedule,
                                  SharedStorage& shared, int lane) {
   TileScheduler scheduler(params, schedule, blockIdx.x, gridDim.x, lane);
   Ring<kTileSlots> ring;
@@ -165,60 +132,12 @@ __device__ void distribute_tiles(const ForwardParams& params, const Schedule& sc
 
 // ---- Producers ---------------------------------------------------------------------------------
 
-// Has the copy engine fetch rows `row` .. `row + kBlockN - 1` of a sequence's keys or values, all
-// lanes of a warp together. tile: (kParts<kCols>, kBlockN, kBoxCols)
-template <typename Config, int kCols>
-__device__ void load_keys(typename Config::T* tile, const CUtensorMap& map, uint64_t& full,
-                          const ForwardParams& params, int box_rows, const Sequence& sequence,
-                          int batch, int row, int head_kv, int lane) {
-  constexpr int kBlockN = Config::kBlockN;
-  if (lane == 0) {
-    cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
-                                         cuda::ptx::space_shared, &full,
-                                         kBlockN * kParts<kCols> * kPartBytes);
-  }
-  __syncwarp();
-#pragma unroll 1  // registers are few here
-  for (int box_row = ptx::opaque(lane) * box_rows; box_row < kBlockN; box_row += 32 * box_rows) {
-    int slot = sequence.k_batch, slot_row = ptx::opaque(sequence.k_first) + row + box_row;
-    if (params.block_table != nullptr) {
-      // Past the table's end it fetches some page: what lies outside the sequence is hidden.
-      const int page = min(slot_row, params.seqlen_k - 1) / params.page_size;
-      slot = params.block_table[ptx::opaque(batch) * params.block_table_stride + page];
-      slot = min(max(slot, 0), params.slots_k - 1);
-      slot_row %= params.page_size;
-    }
-#pragma unroll
-    for (int part = 0; part < kParts<kCols>; ++part) {
-      cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global,
-                                      tile + (part * kBlockN + box_row) * kBoxCols, &map,
-                                      {part * kBoxCols, slot_row, head_kv, slot}, &full);
-    }
-  }
-}
-
-// Zeros rows `valid_rows` .. kBlockN - 1 of a block of V, by one warp: their probabilities are 0,
-// but 0 * NaN is NaN.
-template <typename Config>
-__device__ void clear_tail(typename Config::T* tile, int valid_rows, int lane) {
-  constexpr int kChunks = kBoxCols / 8;  // of a row of a part
-#pragma unroll 1
-  for (int i = valid_rows * kChunks + lane; i < Config::kBlockN * kChunks; i += 32) {
-#pragma unroll
-    for (int part = 0; part < kParts<Config::kHeadDimV>; ++part) {
-      auto* const rows = reinterpret_cast<uint4*>(tile + part * Config::kBlockN * kBoxCols);
-      rows[i] = make_uint4(0, 0, 0, 0);
-    }
-  }
-  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
-}
-
-// The places of a warp that loads, in the rings that it fills.
+// A warp that loads: how far it is in each ring that it fills.
 template <typename Config>
 struct Producer {
   const ForwardParams& params;
   const ForwardMaps& maps;
-  const Schedule& schedule;
+  const ForwardSchedule& schedule;
   typename Config::SharedStorage& shared;
   const int lane;
   Ring<Config::kStages> k_ring, v_ring;
@@ -226,49 +145,36 @@ struct Producer {
   Ring<1> tail_ring;
 
   __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
-    wait(shared.k_empty[k_ring.place()], k_ring.phase() ^ 1);
-    load_keys<Config, Config::kHeadDim>(
-        shared.k[k_ring.place()], maps.k, shared.k_full[k_ring.place()], params,
+    wait(shared.k_empty[k_ring.stage()], k_ring.phase() ^ 1);
+    load_keys<Config::kBlockN, Config::kHeadDim>(
+        shared.k[k_ring.stage()], maps.k, shared.k_full[k_ring.stage()], params,
         schedule.key_box_rows, sequence, tile.batch, n, tile.head_kv, lane);
     k_ring.advance();
   }
 
   __device__ void load_v(const Tile& tile, const Sequence& sequence, int n) {
-    wait(shared.v_empty[v_ring.place()], v_ring.phase() ^ 1);
+    wait(shared.v_empty[v_ring.stage()], v_ring.phase() ^ 1);
     const int valid_rows = sequence.seqlen_k - n;
     const bool clear = schedule.clear_tail && valid_rows < Config::kBlockN;
-    uint64_t& full = shared.v_full[v_ring.place()];
-    load_keys<Config, Config::kHeadDimV>(
-        shared.v[v_ring.place()], maps.v, clear ? shared.tail_full : full, params,
+    uint64_t& full = shared.v_full[v_ring.stage()];
+    load_keys<Config::kBlockN, Config::kHeadDimV>(
+        shared.v[v_ring.stage()], maps.v, clear ? shared.tail_full : full, params,
         schedule.key_box_rows, sequence, tile.batch, n, tile.head_kv, lane);
     if (clear) {
       wait(shared.tail_full, tail_ring.phase());
       tail_ring.advance();
-      clear_tail<Config>(shared.v[v_ring.place()], valid_rows, lane);
+      clear_tail<Config::kBlockN, Config::kHeadDimV>(shared.v[v_ring.stage()], valid_rows, lane);
       arrive_of_warp(full, lane);
     }
     v_ring.advance();
   }
 
   __device__ void load_q(const Tile& tile, const Sequence& sequence, int m_begin) {
-    constexpr int kQParts = kParts<Config::kHeadDim>;
-    const int stage = q_ring.place();
+    const int stage = q_ring.stage();
     wait(shared.q_empty[stage], q_ring.phase() ^ 1);
     q_ring.advance();
-    if (lane == 0) {
-      cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
-                                           cuda::ptx::space_shared, &shared.q_full[stage],
-                                           schedule.rows * schedule.group * kQParts * kPartBytes);
-    }
-    __syncwarp();
-    if (lane < kQParts) {
-      cuda::ptx::cp_async_bulk_tensor(
-          cuda::ptx::space_cluster, cuda::ptx::space_global,
-          shared.q[stage] + lane * Config::kBlockM * kBoxCols, &maps.q,
-          {ptx::opaque(lane) * kBoxCols, ptx::opaque(tile.head) % schedule.heads_of_kv,
-           sequence.q_first + m_begin, tile.head_kv, sequence.q_batch},
-          &shared.q_full[stage]);
-    }
+    load_queries<Config::kBlockM, Config::kHeadDim>(shared.q[stage], maps.q, shared.q_full[stage],
+                                                    schedule, tile, sequence, m_begin, lane);
   }
 };
 
@@ -328,81 +234,9 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
 // Ids of named barriers: a turn for each consumer warpgroup.
 enum NamedBarrier { kTurn = 1 };
 
-// Starts S = Q K^T. q, k: descriptors of (kParts<kHeadDim>, rows, kBoxCols), of kBlockM rows from
-// the warpgroup's first on and of kBlockN rows
 template <typename Config>
-__device__ void start_scores(float (&scores)[Config::kBlockN / 8][4], uint64_t q, uint64_t k) {
-  constexpr int kSteps = kBoxCols / 16;
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int d = 0; d < Config::kHeadDim / 16; ++d) {
-    const int part = d / kSteps, bytes = d % kSteps * 32;
-    ptx::wgmma_k16<0>(scores, q + (part * Config::kBlockM * kPartBytes + bytes) / 16,
-                      k + (part * Config::kBlockN * kPartBytes + bytes) / 16, d > 0,
-                      typename Config::T());
-  }
-  ptx::wgmma_commit();
-}
-
-// Starts O += P V. p: A operands, 16 keys each. v: descriptor of (kParts<kHeadDimV>, kBlockN,
-// kBoxCols)
-template <typename Config>
-__device__ void start_output(float (&out)[Config::kHeadDimV / 8][4],
-                             const uint32_t (&p)[Config::kBlockN / 16][4], uint64_t v) {
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int n = 0; n < Config::kBlockN / 16; ++n) {
-    ptx::wgmma_k16<1>(out, p[n], v + n * 16 * kPartBytes / 16, true, typename Config::T());
-  }
-  ptx::wgmma_commit();
-}
-
-// The matrix of which each of kSize neighbouring lanes holds a row, transposed.
-template <int kSize>
-__device__ void transpose_in_lanes(uint32_t (&x)[kSize], int lane) {
-#pragma unroll
-  for (int step = 1; step < kSize; step *= 2) {
-    const bool upper = lane & step;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (i & step) continue;
-      const uint32_t taken = __shfl_xor_sync(0xffffffff, upper ? x[i] : x[i | step], step);
-      if (upper) {
-        x[i] = taken;
-      } else {
-        x[i | step] = taken;
-      }
-    }
-  }
-}
-
-// Writes one row of accumulators, rounded to T, in chunks of kWords words a lane: 2 want fewer
-// instructions, 4 fewer accesses to memory.
-// out: accumulators of m16n8, of which it takes the upper or lower `half` of the rows
-// row: the row's first element, or null: not written
-template <typename T, int kWords, int kOutTiles>
-__device__ void store_row(T* row, int cols, const float (&out)[kOutTiles][4], int half, int lane) {
-  static_assert(kOutTiles % kWords == 0);
-  using Chunk = std::conditional_t<kWords == 4, uint4, uint2>;
-#pragma unroll
-  for (int d = 0; d < kOutTiles; d += kWords) {
-    // Columns 2 t, 2 t + 1 of kWords accumulators; then neighbouring columns of one.
-    alignas(sizeof(Chunk)) uint32_t chunk[kWords];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      chunk[i] = pack(out[d + i][2 * half], out[d + i][2 * half + 1], T());
-    }
-    transpose_in_lanes(chunk, lane);
-    const int col = (d + lane % kWords) * 8 + lane % 4 / kWords * kWords * 2;
-    if (row != nullptr && col < cols) {
-      *reinterpret_cast<Chunk*>(row + col) = reinterpret_cast<const Chunk&>(chunk);
-    }
-  }
-}
-
-template <typename Config>
-__device__ void consume(const ForwardParams& params, const Schedule& schedule, float scale_log2,
-                        typename Config::SharedStorage& shared, int warpgroup) {
+__device__ void consume(const ForwardParams& params, const ForwardSchedule& schedule,
+                        float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
@@ -414,16 +248,10 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
 
   // (The compiler shall know that a stage is the same in all lanes.)
   const auto q_at = [&](int stage) {
-    return ptx::wgmma_descriptor(
-        shared_address(shared.q[warp_uniform(stage)]) + warpgroup * kWarpgroupRows * kPartBytes, 0);
+    return k_major(shared.q[warp_uniform(stage)], warpgroup * kWarpgroupRows);
   };
-  const auto k_at = [&](int stage) {
-    return ptx::wgmma_descriptor(shared_address(shared.k[warp_uniform(stage)]), 0);
-  };
-  const auto v_at = [&](int stage) {
-    return ptx::wgmma_descriptor(shared_address(shared.v[warp_uniform(stage)]),
-                                 kBlockN * kPartBytes);
-  };
+  const auto k_at = [&](int stage) { return k_major(shared.k[warp_uniform(stage)]); };
+  const auto v_at = [&](int stage) { return mn_major<kBlockN>(shared.v[warp_uniform(stage)]); };
 
   // Whoever holds its turn issues matmuls while the others are at their softmax. Two streams mix by
   // themselves.
@@ -494,19 +322,20 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
     };
 
     const auto begin_scores = [&](Ring<Config::kStages> k) {
-      start_scores<Config>(scores[0], q_at(q_ring.place()), k_at(k.place()));
+      start_multiply<T, Config::kHeadDim, Config::kBlockM>(scores[0], q_at(q_ring.stage()),
+                                                           k_at(k.stage()));
     };
-    const auto begin_output = [&] { start_output<Config>(out[0], p, v_at(ring.place())); };
+    const auto begin_output = [&] { start_multiply_accumulate<T>(out[0], p, v_at(ring.stage())); };
     const auto wait_for_k = [&](Ring<Config::kStages> k) {
-      wait(shared.k_full[k.place()], k.phase());
+      wait(shared.k_full[k.stage()], k.phase());
     };
-    const auto wait_for_v = [&] { wait(shared.v_full[ring.place()], ring.phase()); };
-    const auto wait_for_q = [&] { wait(shared.q_full[q_ring.place()], q_ring.phase()); };
+    const auto wait_for_v = [&] { wait(shared.v_full[ring.stage()], ring.phase()); };
+    const auto wait_for_q = [&] { wait(shared.q_full[q_ring.stage()], q_ring.phase()); };
     const auto release_k = [&](Ring<Config::kStages> k) {
-      arrive_of_warp(shared.k_empty[k.place()], lane);
+      arrive_of_warp(shared.k_empty[k.stage()], lane);
     };
-    const auto release_q = [&] { arrive_of_warp(shared.q_empty[q_ring.place()], lane); };
-    const auto release_v = [&] { arrive_of_warp(shared.v_empty[ring.place()], lane); };
+    const auto release_q = [&] { arrive_of_warp(shared.q_empty[q_ring.stage()], lane); };
+    const auto release_v = [&] { arrive_of_warp(shared.v_empty[ring.stage()], lane); };
 
     float factors[2];
     T* targets[2];
@@ -531,11 +360,7 @@ __device__ void consume(const ForwardParams& params, const Schedule& schedule, f
     };
     const auto store_output = [&] {
       rescale_output(out, factors);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        store_row<T, Config::kStreams == 2 ? 2 : 4>(targets[half], params.headdim_v, out[0], half,
-                                                    lane);
-      }
+      store_accumulators<T, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0], lane);
     };
 
     int n = range.n_start;
@@ -605,33 +430,30 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params,
                    const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ Schedule schedule, float scale_log2) {
+                   const __grid_constant__ ForwardSchedule schedule, float scale_log2) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto* const shared_of_stream = reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
   if (threadIdx.x < Config::kStreams) {
     auto& shared = shared_of_stream[threadIdx.x];
-    const auto init = [](uint64_t& barrier, int arrivals) {
-      cuda::ptx::mbarrier_init(&barrier, arrivals);
-    };
     for (int i = 0; i < Config::kQStages; ++i) {
-      init(shared.q_full[i], 1);
-      init(shared.q_empty[i], Config::kConsumerWarps);
+      init_barrier(shared.q_full[i], 1);
+      init_barrier(shared.q_empty[i], Config::kConsumerWarps);
     }
-    init(shared.tail_full, 1);
+    init_barrier(shared.tail_full, 1);
     for (int i = 0; i < Config::kStages; ++i) {
-      init(shared.k_full[i], 1);
-      init(shared.k_empty[i], Config::kConsumerWarps);
-      init(shared.v_full[i], 1);
-      init(shared.v_empty[i], Config::kConsumerWarps);
+      init_barrier(shared.k_full[i], 1);
+      init_barrier(shared.k_empty[i], Config::kConsumerWarps);
+      init_barrier(shared.v_full[i], 1);
+      init_barrier(shared.v_empty[i], Config::kConsumerWarps);
     }
     for (int i = 0; i < kTileSlots; ++i) {
-      init(shared.tile_full[i], 1);
-      init(shared.tile_empty[i], Config::kConsumerWarps + Config::kReceivers);
+      init_barrier(shared.tile_full[i], 1);
+      init_barrier(shared.tile_empty[i], Config::kConsumerWarps + Config::kReceivers);
     }
-    init(shared.tile_wanted, 1);
-    cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+    init_barrier(shared.tile_wanted, 1);
+    fence_barrier_init();
   }
   __syncthreads();
 

@@ -45,8 +45,8 @@ int heads_in_tile(const ForwardParams& params) {
 }
 
 template <typename Config>
-Schedule make_schedule(const ForwardParams& params) {
-  Schedule schedule{};
+ForwardSchedule make_schedule(const ForwardParams& params) {
+  ForwardSchedule schedule{};
   schedule.group = heads_in_tile<Config>(params);
   schedule.rows = Config::kBlockM / schedule.group;
   schedule.group_reciprocal = (65536 + schedule.group - 1) / schedule.group;
@@ -81,7 +81,7 @@ Schedule make_schedule(const ForwardParams& params) {
 }
 
 template <typename Config>
-ForwardMaps make_maps(const ForwardParams& params, const Schedule& schedule) {
+ForwardMaps make_maps(const ForwardParams& params, const ForwardSchedule& schedule) {
   const bool packed_q = params.cu_seqlens_q != nullptr, packed_k = params.cu_seqlens_k != nullptr;
   const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
   const int64_t rows_k = packed_k                        ? params.total_k
@@ -113,7 +113,7 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const Schedule schedule = make_schedule<Config>(params);
+  const ForwardSchedule schedule = make_schedule<Config>(params);
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t tiles =
       params.cu_seqlens_q == nullptr

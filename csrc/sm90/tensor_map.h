@@ -1,4 +1,4 @@
-// Encodes CUtensorMap, what the copy engine (TMA) needs to know of a tensor. The only place that
+// Encodes CUtensorMap, what TMA, the copy engine, needs to know of a tensor. The only place that
 // does; cuTensorMapEncodeTiled is looked up at run time, so that nothing links the driver.
 #pragma once
 
@@ -10,7 +10,7 @@
 #include <stdexcept>
 
 #include "common/cuda_check.h"
-#include "sm90/forward_config.cuh"
+#include "sm90/tile_layout.cuh"
 
 namespace flash::sm90 {
 
@@ -38,7 +38,7 @@ inline auto tensor_map_encoder() {
 }
 
 // The map of a tensor of 16-bit elements. A box has kBoxCols of its `cols` innermost elements and
-// lies in shared memory as TileLayout<kBoxCols>. Outside the tensor it reads zeros.
+// lies in shared memory as a part of a tile (tile_layout.cuh). Outside the tensor it reads zeros.
 template <int kDims>
 CUtensorMap encode_tensor_map(const void* data, int cols, const MapDim (&dims)[kDims]) {
   cuuint64_t sizes[kDims + 1] = {static_cast<cuuint64_t>(cols)}, strides[kDims];

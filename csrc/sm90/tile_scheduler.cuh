@@ -1,17 +1,22 @@
-// Which tile a thread block takes next. Thread blocks stay on their SM and draw numbers from one
-// counter, so whoever is done first goes on; numbers are given to the tiles so that long ones come
-// first and those that run together find K and V in the L2 cache.
+// Which tile a thread block takes next, and how its warps learn of it.
+//
+// Thread blocks stay on their SM. They draw numbers from one counter, so whoever is done first goes
+// on. Numbers are given to the tiles so that long ones come first, and so that those that run
+// together find K and V in the L2 cache. One warp draws and sends the tile to the others.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "common/sequence.h"
 #include "params.h"
+#include "sm90/pipeline.cuh"
 
 namespace flash::sm90 {
 
-// What the host decides about a launch.
-struct Schedule {
+constexpr int kTileSlots = 4;  // of tiles that are under way
+
+// What the host decides about the tiles of a launch.
+struct TileSchedule {
   int rows;                   // queries of a tile, of `group` heads each
   int group;                  // query heads in one tile: 1, or all those of a key head
   unsigned group_reciprocal;  // row * this >> 16 = row / group
@@ -21,9 +26,6 @@ struct Schedule {
   int section;                // heads, over all batch entries, whose K and V share the L2 cache
   int last_section;  // heads of the last one, whose short tiles keep all SMs busy to the end
   int tiles;         // in all, if sequences are dense
-  int key_box_rows;  // keys that one box of the copy engine holds; divides kBlockN
-  bool draw_early;   // with one stream: the next tile is drawn before it is wanted
-  bool clear_tail;   // there may be anything but zeros behind a sequence's last value
 };
 
 struct alignas(16) Tile {
@@ -34,7 +36,7 @@ struct alignas(16) Tile {
 class TileScheduler {
  public:
   // worker: the number of this one among all `workers`
-  __device__ TileScheduler(const ForwardParams& params, const Schedule& schedule, int worker,
+  __device__ TileScheduler(const ForwardParams& params, const TileSchedule& schedule, int worker,
                            int workers, int lane)
       : params_(params), schedule_(schedule), workers_(workers), lane_(lane), ticket_(worker) {}
 
@@ -110,11 +112,31 @@ class TileScheduler {
   }
 
   const ForwardParams& params_;
-  const Schedule& schedule_;
+  const TileSchedule& schedule_;
   const int workers_, lane_;
   int ticket_;
   int first_batch_ = 0;  // of packed sequences, the first of those searched
   int tiles_ = 0;        // before them; in the end of all sequences
 };
+
+// By the warp that draws. shared: has tile_full, tile_empty and tiles, (kTileSlots) each
+template <typename SharedStorage>
+__device__ void send_tile(SharedStorage& shared, const Tile& tile, Ring<kTileSlots>& ring,
+                          int lane) {
+  wait(shared.tile_empty[ring.stage()], ring.phase() ^ 1);
+  if (lane == 0) shared.tiles[ring.stage()] = tile;
+  arrive_of_warp(shared.tile_full[ring.stage()], lane);
+  ring.advance();
+}
+
+// By each warp that works on tiles drawn by another; `ring` is the caller's.
+template <typename SharedStorage>
+__device__ Tile receive_tile(SharedStorage& shared, Ring<kTileSlots>& ring, int lane) {
+  wait(shared.tile_full[ring.stage()], ring.phase());
+  const Tile tile = shared.tiles[ring.stage()];
+  arrive_of_warp(shared.tile_empty[ring.stage()], lane);
+  ring.advance();
+  return tile;
+}
 
 }  // namespace flash::sm90

@@ -5,15 +5,11 @@
 #include <cstdint>
 
 #include "common/pack.h"
+#include "common/shared_address.h"
 #include "ptx/cp_async.h"
 #include "ptx/opaque.h"
 
-namespace flash {
-
-// Address within the shared memory window, as ldmatrix and cp.async take it.
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace flash::sm80 {
 
 // A (rows, kCols) tile lies row by row in chunks of 16 bytes; chunk c of row r is stored in place
 // c ^ (r % 8), or c ^ (r / 2 % 4) where rows are an odd number of 64 bytes. So the 8 chunks that
@@ -162,4 +158,4 @@ __device__ void store_tile(const T* tile, T* target, int64_t row_stride, int val
   }
 }
 
-}  // namespace flash
+}  // namespace flash::sm80

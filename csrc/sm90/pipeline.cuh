@@ -1,0 +1,56 @@
+// The pipeline between a producer, which fills shared memory, and its consumers, which read it.
+//
+// An operand has a few stages in shared memory, used in turn like a ring. Each stage has two
+// mbarriers: "full" completes a phase when the data is there, "empty" when all consumers have read.
+//
+//   producer:  wait(empty, phase ^ 1), load, advance
+//   consumer:  wait(full, phase), compute, arrive(empty), advance
+#pragma once
+
+#include <cstdint>
+#include <cuda/ptx>
+
+namespace flash::sm90 {
+
+// How often a ring of stages has been advanced: one register holds stage and phase.
+template <int kStages>
+struct Ring {
+  uint32_t count = 0;
+
+  __device__ int stage() const { return count % kStages; }
+  __device__ uint32_t phase() const { return count / kStages % 2; }
+  __device__ void advance() { ++count; }
+  __device__ Ring next() const { return {count + 1}; }
+};
+
+// A phase of the barrier takes that many arrivals.
+__device__ inline void init_barrier(uint64_t& barrier, int arrivals) {
+  cuda::ptx::mbarrier_init(&barrier, arrivals);
+}
+
+// By the thread that has initialised barriers: TMA sees them. Other threads need __syncthreads.
+__device__ inline void fence_barrier_init() {
+  cuda::ptx::fence_mbarrier_init(cuda::ptx::sem_release, cuda::ptx::scope_cluster);
+}
+
+// Waits for the end of a barrier's phase. A new barrier is in phase 0, and its phase 1 counts as
+// over.
+__device__ inline void wait(uint64_t& barrier, uint32_t phase) {
+  while (!cuda::ptx::mbarrier_try_wait_parity(&barrier, phase)) {
+  }
+}
+
+__device__ inline void arrive(uint64_t& barrier) { cuda::ptx::mbarrier_arrive(&barrier); }
+
+__device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) arrive(barrier);
+}
+
+// Arrives; the phase then waits for so many bytes from TMA too.
+__device__ inline void arrive_expecting(uint64_t& barrier, int bytes) {
+  cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
+                                       cuda::ptx::space_shared, &barrier, bytes);
+}
+
+}  // namespace flash::sm90
