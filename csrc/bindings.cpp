@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "call_key.h"
-#include "common/cuda_check.h"
 #include "dispatch.h"
+#include "host/cuda_check.h"
 #include "params.h"
 #include "tensor_view.h"
 

@@ -5,7 +5,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "common/cuda_check.h"
+#include "host/cuda_check.h"
 #include "instantiations.h"
 
 namespace flash {

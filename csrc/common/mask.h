@@ -5,18 +5,12 @@
 
 namespace flash {
 
-// A window side as Mask takes it: -1 (unbounded) becomes as wide as the longest sequence. Wider
-// ones are cut to that too, so that sums with it stay inside an int.
-inline int bounded_window(int window, int max_seqlen) {
-  return window < 0 || window > max_seqlen ? max_seqlen : window;
-}
-
 // Full, causal and sliding-window attention over one sequence. The diagonal ends in the
 // bottom-right corner: query i stands at key i + shift.
 struct Mask {
   int seqlen_k;
   int shift;                      // seqlen_k - seqlen_q
-  int window_left, window_right;  // bounded_window of each side
+  int window_left, window_right;  // bounded_window (host/launch.h) of each side
 
   // Query i sees the keys first_key(i) .. end_key(i) - 1. Both bounds grow with i.
   __device__ int first_key(int i) const { return max(0, i + shift - window_left); }

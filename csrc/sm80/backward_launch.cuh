@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/cuda_check.h"
-#include "common/launch.h"
 #include "common/mask.h"
+#include "host/cuda_check.h"
+#include "host/launch.h"
 #include "params.h"
 #include "sm80/backward_kernel.cuh"
 

@@ -7,10 +7,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/cuda_check.h"
 #include "common/gaps.h"
-#include "common/launch.h"
 #include "common/mask.h"
+#include "host/cuda_check.h"
+#include "host/launch.h"
 #include "params.h"
 #include "sm80/forward_kernel.cuh"
 

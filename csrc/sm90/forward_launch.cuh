@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <numeric>
 
-#include "common/cuda_check.h"
-#include "common/launch.h"
 #include "common/mask.h"
+#include "host/cuda_check.h"
+#include "host/launch.h"
 #include "params.h"
 #include "sm90/forward_kernel.cuh"
 #include "sm90/tensor_map.h"

@@ -9,7 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "common/cuda_check.h"
+#include "host/cuda_check.h"
 #include "sm90/tile_layout.cuh"
 
 namespace flash::sm90 {

@@ -1,11 +1,11 @@
-// What every kernel launch needs.
+// What every launch of a kernel needs. Host code.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstdint>
 
-#include "common/cuda_check.h"
+#include "host/cuda_check.h"
 
 namespace flash {
 
@@ -23,6 +23,12 @@ void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& dev
                                   static_cast<int>(bytes)),
              "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)");
   devices.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// A window side as Mask takes it: -1 (unbounded) becomes as wide as the longest sequence. Wider
+// ones are cut to that too, so that sums with it stay inside an int.
+inline int bounded_window(int window, int max_seqlen) {
+  return window < 0 || window > max_seqlen ? max_seqlen : window;
 }
 
 // Of the current device.
