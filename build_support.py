@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent
 # Relative to ROOT, where ninja runs.
 BUILD = Path("build")
 GENERATED = BUILD / "generated"
-KERNELS = BUILD / "kernels"
+OBJECTS = BUILD / "kernels"
 PTXAS_REPORTS = BUILD / "ptxas"
 
 # The first with cudaGetDriverEntryPointByVersion and with cuda::ptx::mbarrier_init.
@@ -47,42 +47,41 @@ class BuildError(SystemExit):
 
 
 @dataclass(frozen=True)
-class Instantiation:
-    """One compiled kernel: one generated .cu file, one object, one row of a dispatch table."""
+class Kernel:
+    """One compiled kernel: one generated .cu file, one object, one row of _C.kernels()."""
 
+    operation: str
     family: str
-    direction: str
-    dtype: str
-    headdims: tuple[int, int]  # of q and k, of v: the largest that it takes
+    dtype: str  # of q, k and v
+    out_dtype: str
+    headdim: int  # of q and k, the largest that it takes
+    headdim_v: int
     features: str
 
     @property
     def name(self) -> str:
-        headdim, headdim_v = self.headdims
-        dim = f"d{headdim}" if headdim == headdim_v else f"d{headdim}v{headdim_v}"
-        return f"{self.family}_{self.direction}_{self.dtype}_{dim}_{self.features}"
+        types = self.dtype if self.out_dtype == self.dtype else f"{self.dtype}_{self.out_dtype}"
+        dim = f"d{self.headdim}" + ("" if self.headdim == self.headdim_v else f"v{self.headdim_v}")
+        return f"{self.family}_{self.operation}_{types}_{dim}_{self.features}"
 
     @property
     def cost(self) -> tuple[bool, int, bool]:
         """Orders kernels by how long they take to compile."""
-        return self.direction == "backward", sum(self.headdims), self.features == "full"
+        return self.operation == "backward", self.headdim + self.headdim_v, self.features == "full"
 
 
 # Smaller head dims run in the next larger kernel, which reads them in place.
 HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
-# Family, direction, head dims.
-PASSES = (
-    ("sm80", "forward", HEADDIMS),
-    ("sm80", "backward", HEADDIMS),
-    ("sm90", "forward", HEADDIMS[1:]),
-)
-
-# The one table of what is compiled.
-INSTANTIATIONS = tuple(
-    Instantiation(family, direction, *row)
-    for family, direction, headdims in PASSES
-    for row in product(CPP_DTYPES, headdims, CPP_FEATURES)
+# The one table of what is compiled: a row for each kernel.
+KERNELS = tuple(
+    Kernel(operation, family, dtype, dtype, headdims[0], headdims[1], features)
+    for family, operation, all_headdims in (
+        ("sm80", "forward", HEADDIMS),
+        ("sm80", "backward", HEADDIMS),
+        ("sm90", "forward", HEADDIMS[1:]),
+    )
+    for dtype, headdims, features in product(CPP_DTYPES, all_headdims, CPP_FEATURES)
 )
 
 
@@ -96,7 +95,7 @@ def switched_on(environ: Mapping[str, str], name: str) -> bool:
     return value == "1"
 
 
-def selected_instantiations(environ: Mapping[str, str]) -> list[Instantiation]:
+def selected_kernels(environ: Mapping[str, str]) -> list[Kernel]:
     """The rows of the table that FLASH_ATTN_CUDA_ARCHS and FLASH_ATTN_ONLY leave."""
     archs = environ.get("FLASH_ATTN_CUDA_ARCHS", "") or "80;90a"
     unknown = [arch for arch in archs.split(";") if arch not in ARCHITECTURES]
@@ -106,7 +105,7 @@ def selected_instantiations(environ: Mapping[str, str]) -> list[Instantiation]:
             f"accepted are {', '.join(ARCHITECTURES)}, separated by semicolons"
         )
     families = {ARCHITECTURES[arch][0] for arch in archs.split(";")}
-    rows = [row for row in INSTANTIATIONS if row.family in families]
+    rows = [row for row in KERNELS if row.family in families]
 
     only = environ.get("FLASH_ATTN_ONLY", "")
     patterns = [pattern.strip() for pattern in only.split(",") if pattern.strip()]
@@ -203,62 +202,47 @@ def find_ninja() -> str:
 # --- Generated sources ----------------------------------------------------------------------------
 
 
-def kernel_source(row: Instantiation) -> str:
-    cpp_dtype, _ = CPP_DTYPES[row.dtype]
-    features = f"FeatureSet::{CPP_FEATURES[row.features]}"
-    arguments = ", ".join((cpp_dtype, *map(str, row.headdims), features))
+def kernel_source(row: Kernel) -> str:
+    dtypes = [CPP_DTYPES[dtype] for dtype in (row.dtype, row.out_dtype)]
+    headdims = f"{row.headdim}, {row.headdim_v}"
+    types = ", ".join(cpp_type for cpp_type, _ in dtypes)
+    names = ", ".join(f"DType::{enumerator}" for _, enumerator in dtypes)
+    row_type = f"{row.family}::{row.operation.title()}Row"
     return f"""\
 // Written by build_support.py.
-#include "{row.family}/{row.direction}_launch.cuh"
+#include "{row.family}/{row.operation}_launch.cuh"
 
 namespace flash {{
 
-void {row.name}(const {row.direction.title()}Params& params, cudaStream_t stream) {{
-  {row.family}::launch_{row.direction}<{arguments}>(params, stream);
-}}
+extern const Kernel {row.name} =
+    make_kernel<{row_type}<{types}, {headdims}, FeatureSet::{CPP_FEATURES[row.features]}>>(
+        "{row.operation}", "{row.family}", {names}, {headdims}, "{row.features}");
 
 }}  // namespace flash
 """
 
 
-def dispatch_table(rows: list[Instantiation], direction: str) -> str:
-    name = direction.title()
-    rows = [row for row in rows if row.direction == direction]
-    declarations = "\n".join(f"void {row.name}(const {name}Params&, cudaStream_t);" for row in rows)
-    entries = "\n".join(
-        f'    {{{{"{row.family}", DType::{CPP_DTYPES[row.dtype][1]}, {row.headdims[0]}, '
-        f"{row.headdims[1]}, FeatureSet::{CPP_FEATURES[row.features]}}}, {row.name}}},"
-        for row in rows
-    )
-    return f"""\
-{declarations}
-
-inline constexpr std::array<Instantiation<{name}Launcher>, {len(rows)}> k{name}Kernels{{{{
-{entries}
-}}}};
-"""
-
-
-def instantiations_header(rows: list[Instantiation], only: str) -> str:
-    """The dispatch tables, which csrc/dispatch.cpp includes after the definition of a row."""
+def kernels_header(rows: list[Kernel]) -> str:
+    """What csrc/kernels.cpp lists."""
+    declarations = "\n".join(f"extern const Kernel {row.name};" for row in rows)
+    addresses = "\n".join(f"    &{row.name}," for row in rows)
     return f"""\
 // Written by build_support.py.
 #pragma once
 
-#include <array>
-
 namespace flash {{
 
-{dispatch_table(rows, "forward")}
-{dispatch_table(rows, "backward")}
-// The FLASH_ATTN_ONLY that the tables were built with.
-inline constexpr char kOnly[] = {json.dumps(only)};
+{declarations}
+
+inline const Kernel* const kKernels[] = {{
+{addresses}
+}};
 
 }}  // namespace flash
 """
 
 
-def ninja_manifest(rows: list[Instantiation], python_tag: str) -> str:
+def ninja_manifest(rows: list[Kernel], python_tag: str) -> str:
     """build.ninja. Compiler messages are shown; the statistics of ptxas go to PTXAS_REPORTS.
 
     What takes longest comes first, so that no core is left with it alone in the end.
@@ -287,15 +271,15 @@ rule link
 
 """.splitlines()
     objects = []
-    for name, folder in (("bindings", python), ("dispatch", KERNELS)):
+    for name, folder in (("bindings", python), ("call", OBJECTS), ("kernels", OBJECTS)):
         target = folder / f"{name}.o"
         lines.append(f"build {target}: host csrc/{name}.cpp | {folder}/toolchain.txt")
         objects.append(target)
     for row in sorted(rows, key=lambda row: row.cost, reverse=True):
-        target, report = KERNELS / f"{row.name}.o", PTXAS_REPORTS / f"{row.name}.txt"
+        target, report = OBJECTS / f"{row.name}.o", PTXAS_REPORTS / f"{row.name}.txt"
         source = GENERATED / f"{row.name}.cu"
         lines += [
-            f"build {target} | {report}: kernel {source} | {KERNELS}/toolchain.txt",
+            f"build {target} | {report}: kernel {source} | {OBJECTS}/toolchain.txt",
             f"  gencode = {gencode[row.family]}",
             f"  report = {report}",
         ]
@@ -338,19 +322,18 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
     import pybind11
 
     started = time.perf_counter()
-    rows, jobs, ninja = selected_instantiations(environ), job_count(environ), find_ninja()
+    rows, jobs, ninja = selected_kernels(environ), job_count(environ), find_ninja()
     toolkit = read_toolkit(nvcc)
     os.chdir(ROOT)
     PTXAS_REPORTS.mkdir(parents=True, exist_ok=True)
 
     python_tag = sysconfig.get_config_var("SOABI")
     cuda_version = "CUDA {}.{}\n".format(*toolkit.version)
-    only = environ.get("FLASH_ATTN_ONLY", "")
     inputs = [write_if_changed(GENERATED / f"{row.name}.cu", kernel_source(row)) for row in rows]
     inputs += [
-        write_if_changed(GENERATED / "instantiations.h", instantiations_header(rows, only)),
+        write_if_changed(GENERATED / "generated_kernels.h", kernels_header(rows)),
         # No path of these tools is in a command, so a change of version would go unnoticed.
-        write_if_changed(KERNELS / "toolchain.txt", cuda_version),
+        write_if_changed(OBJECTS / "toolchain.txt", cuda_version),
         write_if_changed(
             BUILD / python_tag / "toolchain.txt",
             f"{cuda_version}pybind11 {pybind11.__version__}\n",
@@ -398,7 +381,7 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
 class PtxasReport:
     """What one kernel takes of one architecture."""
 
-    file: str  # Instantiation.name
+    file: str  # Kernel.name
     function: str  # mangled
     target: str  # "sm_80"
     registers: int
@@ -425,7 +408,7 @@ def read_ptxas_reports(folder: Path = ROOT / PTXAS_REPORTS) -> list[PtxasReport]
     ]
 
 
-def print_losses(rows: Iterable[Instantiation]) -> None:
+def print_losses(rows: Iterable[Kernel]) -> None:
     """What ptxas says of lost performance is "info" to it, like its statistics: show it."""
     for row in rows:
         path = PTXAS_REPORTS / f"{row.name}.txt"

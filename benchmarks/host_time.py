@@ -1,4 +1,4 @@
-"""Host time of one small forward call: what the CPU pays before the kernel is in the stream.
+"""Host time of one small call: what the CPU pays before the kernels are in the stream.
 
 Run as ``python -m benchmarks.host_time`` on a machine with a CUDA GPU.
 """
@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
 from flash_attn import _backends
-from flash_attn._backends import cuda
 
 ROUNDS = 50
 CALLS = 100  # a round, launched without waiting; far below the 1024 launches that a stream queues
@@ -28,37 +26,59 @@ Call = Callable[[], object]
 
 
 def candidates(fa3_library: str | None) -> dict[str, Call]:
-    q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    q_grad = q.clone().requires_grad_()
-    q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v, dout = (torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    wanted = q_wanted, k_wanted, v_wanted = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse, _ = flash_attn.flash_attn_func(q_wanted, k_wanted, v_wanted, return_attn_probs=True)
+    one = q[:, :1].contiguous()
+    packed_q, packed_k, packed_v = (x.flatten(0, 1) for x in (q, k, v))
     lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
+    cu_seqlens = torch.tensor([0, 50, 128], dtype=torch.int32, device="cuda")
+    q_heads, k_heads, v_heads, dout_heads = (x.transpose(1, 2) for x in (q, k, v, dout))
+    leaf = q.clone().requires_grad_()
+    doubled = leaf * 2
     found: dict[str, Call] = {
         "flash_attn_func": lambda: flash_attn.flash_attn_func(q, k, v),
-        "flash_attn_func, gradient wanted": lambda: flash_attn.flash_attn_func(q_grad, k, v),
-        "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(
-            q[:, :1], k, v, cache_seqlens=lengths
+        "flash_attn_func, gradient wanted": lambda: flash_attn.flash_attn_func(
+            q_wanted, k_wanted, v_wanted
         ),
-        "scaled_dot_product_attention (flash)": lambda: scaled_dot_product_attention(
+        "flash_attn_func, its backward": lambda: torch.autograd.grad(
+            out, wanted, dout, retain_graph=True
+        ),
+        "flash_attn_varlen_func": lambda: flash_attn.flash_attn_varlen_func(
+            packed_q, packed_k, packed_v, cu_seqlens, cu_seqlens, 78, 78
+        ),
+        "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(
+            one, k, v, cache_seqlens=lengths
+        ),
+        "scaled_dot_product_attention": lambda: scaled_dot_product_attention(
             q_heads, k_heads, v_heads
         ),
+        # What PyTorch's autograd takes by itself.
+        "a multiplication, its backward": lambda: torch.autograd.grad(
+            doubled, leaf, dout, retain_graph=True
+        ),
     }
-    if cuda.available():
-        found["_C.forward alone"] = extension_call(found["flash_attn_func"])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        heads_wanted = [x.detach().requires_grad_() for x in (q_heads, k_heads, v_heads)]
+        sdpa_out = scaled_dot_product_attention(heads_wanted[0], heads_wanted[1], heads_wanted[2])
+    found["scaled_dot_product_attention, its backward"] = lambda: torch.autograd.grad(
+        sdpa_out, heads_wanted, dout_heads, retain_graph=True
+    )
     if fa3_library is not None:
         torch.ops.load_library(fa3_library)
-        fwd = torch.ops.flash_attn_3.fwd
-        found["flash_attn_3.fwd"] = lambda: fwd(q, k, v, num_splits=1)
+        fwd, bwd = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
+        longest = {"max_seqlen_q": 78, "max_seqlen_k": 78}
+        lengths_of = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **longest}
+        result = out.detach()
+        found |= {
+            "flash_attn_3.fwd": lambda: fwd(q, k, v, num_splits=1),
+            "flash_attn_3.fwd, packed": lambda: fwd(
+                packed_q, packed_k, packed_v, num_splits=1, **lengths_of
+            ),
+            "flash_attn_3.fwd, cache": lambda: fwd(one, k, v, seqused_k=lengths, num_splits=1),
+            "flash_attn_3.bwd": lambda: bwd(dout, q, k, v, result, lse),
+        }
     return found
-
-
-def extension_call(call: Call) -> Call:
-    """The call of _C.forward that ``call`` ends in."""
-    from flash_attn import _C
-
-    forward = _C.forward
-    with mock.patch.object(_C, "forward") as recorder:
-        call()
-    return lambda: forward(*recorder.call_args.args, **recorder.call_args.kwargs)
 
 
 def measure(fa3_library: str | None = None) -> dict[str, float]:

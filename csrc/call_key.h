@@ -6,16 +6,20 @@
 #include <cstdint>
 #include <string>
 
-#include "tensor_view.h"
+#include "torch_tensor.h"
 
 namespace flash {
 
 class CallKey {
  public:
-  CallKey() { bytes_.reserve(512); }
+  explicit CallKey(int64_t settings) {
+    bytes_.reserve(512);
+    append(settings);
+  }
 
-  // False for anything but a number of Python or None. (A tensor's value may change.)
-  bool add_number(pybind11::handle argument) {
+  // False for what a call must not be remembered by: anything but a plain CUDA tensor (a subclass
+  // may mean something else by its data), a number of Python or None.
+  bool add(pybind11::handle argument) {
     PyObject* object = argument.ptr();
     if (object == Py_None) {
       append('n');
@@ -28,16 +32,18 @@ class CallKey {
       append('i', PyLong_AsLongLongAndOverflow(object, &overflow));
       return overflow == 0;
     } else {
-      return false;
+      return add_tensor(argument);
     }
     return true;
   }
 
-  // False for anything but a plain CUDA tensor.
+  pybind11::bytes bytes() const { return pybind11::bytes(bytes_); }
+
+ private:
   bool add_tensor(pybind11::handle argument) {
     const auto& torch = detail::TorchNames::get();
-    // A subclass may mean something else by its data, and is the dispatcher's.
-    if (torch.read_tensor == nullptr || !Py_IS_TYPE(argument.ptr(), torch.tensor_type)) {
+    if (torch.read_tensor == nullptr || (!Py_IS_TYPE(argument.ptr(), torch.tensor_type) &&
+                                         !Py_IS_TYPE(argument.ptr(), torch.parameter_type))) {
       return false;
     }
     dlpack::Tensor tensor;
@@ -51,9 +57,6 @@ class CallKey {
     return tensor.device_type == dlpack::kCuda;
   }
 
-  pybind11::bytes bytes() const { return pybind11::bytes(bytes_); }
-
- private:
   template <typename... Values>
   void append(const Values&... values) {
     (bytes_.append(reinterpret_cast<const char*>(&values), sizeof(values)), ...);
@@ -62,12 +65,10 @@ class CallKey {
   std::string bytes_;
 };
 
-inline pybind11::object call_key(pybind11::handle q, pybind11::handle k, pybind11::handle v,
-                                 const pybind11::args& numbers) {
-  CallKey key;
-  if (!key.add_tensor(q) || !key.add_tensor(k) || !key.add_tensor(v)) return pybind11::none();
-  for (const auto& number : numbers) {
-    if (!key.add_number(number)) return pybind11::none();
+inline pybind11::object call_key(const pybind11::tuple& arguments, int64_t settings) {
+  CallKey key(settings);
+  for (const auto& argument : arguments) {
+    if (!key.add(argument)) return pybind11::none();
   }
   return key.bytes();
 }

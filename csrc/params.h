@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 namespace flash {
 
@@ -65,6 +66,8 @@ struct AttentionParams {
 };
 
 struct ForwardParams : AttentionParams {
+  static constexpr std::string_view kOperation = "forward";
+
   Operand out;         // (batch, seqlen_q, nheads, headdim_v) or (total_q, nheads, headdim_v)
   const float* s_aux;  // (nheads): the logit of each head's attention sink, or null
 
@@ -79,6 +82,8 @@ struct ForwardParams : AttentionParams {
 };
 
 struct BackwardParams : AttentionParams {
+  static constexpr std::string_view kOperation = "backward";
+
   Operand out;   // as in the forward
   Operand dout;  // like out
   Operand dq;    // like q
@@ -95,6 +100,7 @@ struct BackwardParams : AttentionParams {
   // One counter for each (head, row tile), zero at the start: whose turn it is to add. Null: no
   // order, the result may differ in its last bits from run to run.
   int* dq_turn;
+  bool deterministic;
 };
 
 }  // namespace flash

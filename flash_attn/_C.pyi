@@ -1,68 +1,29 @@
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
-# The first arguments of both are those of _backends.cuda._Common.
-def forward(
-    family: str,
-    kernel_headdim: int,
-    kernel_headdim_v: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
+class Call:
+    names: list[str]
+    workspaces: list[tuple[str, str, int, bool]]
+    def at(self, places: Sequence[int]) -> Call: ...
+    def launch(
+        self, arguments: tuple[Any, ...], results: tuple[Tensor, ...], stream: int
+    ) -> None: ...
+
+def prepare(
+    kernel: int,
+    tensors: dict[str, Tensor],
     max_seqlen_q: int,
     max_seqlen_k: int,
     softmax_scale: float,
     window_left: int,
     window_right: int,
     softcap: float,
-    alibi_slopes: Tensor | None,
     dropout_p: float,
-    rng_state: Tensor | None,
+    deterministic: bool,
     shared_memory: int,
-    stream: int,
-    out: Tensor,
-    lse: Tensor,
-    cache_batch_idx: Tensor | None,
-    s_aux: Tensor | None,
-    block_table: Tensor | None,
-    tile_counter: Tensor | None,
-) -> None: ...
-def backward(
-    family: str,
-    kernel_headdim: int,
-    kernel_headdim_v: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    shared_memory: int,
-    stream: int,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dq_accum: Tensor,
-    dq_turn: Tensor | None,
-) -> None: ...
-def call_key(q: object, k: object, v: object, *numbers: object) -> bytes | None: ...
+) -> Call: ...
+def call_key(arguments: tuple[Any, ...], settings: int) -> bytes | None: ...
 def stream_id(stream: int) -> int: ...
-def instantiations() -> list[tuple[str, str, str, int, int, str]]: ...
+def kernels() -> list[tuple[str, str, str, str, int, int, str, list[str]]]: ...

@@ -132,6 +132,10 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
         return self.sizes.out_shape
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """The precision of scores, sums and log-sum-exp."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from flash_attn import _arguments, _backends, _numbers
 from flash_attn._arguments import Attention
-from flash_attn._backends import cuda, tiled
+from flash_attn._backends import Remember, cuda, tiled
 from flash_attn._backends.philox import draw_rng_state
 
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
@@ -32,10 +32,7 @@ _ORDINARY = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float)
 # out, softmax_lse and S_dmask, which is None unless it was asked for and there is dropout.
 Forward = tuple[Tensor, Tensor, Tensor | None]
 
-# What ran a dense forward, by all that its checks and the choice of a kernel depend on: shapes,
-# strides, alignment, dtypes, devices, options. A model makes the same call over and over.
-_launches: dict[bytes | None, cuda.Launch | None] = {}
-_MOST_LAUNCHES = 1024
+_MOST_LAUNCHES = 1024  # that are remembered of an operator
 
 
 # ---- arguments of the operators ------------------------------------------------------------------
@@ -144,29 +141,14 @@ def _varlen_problem(
 # ---- plain implementations -----------------------------------------------------------------------
 
 
-def _dense_forward(*arguments: Any) -> Forward:
-    """Run the forward of ``_dense_problem``; the second of two equal calls is not checked again."""
-    q, k, v, *numbers, alibi_slopes, return_softmax, s_aux, deterministic, rng_state, out = (
-        arguments
-    )
-    key = None
-    if alibi_slopes is s_aux is rng_state is out is None:
-        key = cuda.call_key(q, k, v, *numbers, deterministic, cuda.settings_version)
-        launch = _launches.get(key)
-        if launch is not None:
-            return (*launch(q, k, v), None)
-    problem = _dense_problem(*arguments)
-    if key is not None and key not in _launches:
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
-        in_place = problem.q is q and problem.k is k and problem.v is v
-        _launches[key] = _backends.launch(problem) if in_place else None
-    return _run_forward(problem, rng_state, return_softmax, out)
+def _dense_forward(*arguments: Any, remember: Remember | None = None) -> Forward:
+    return_softmax, *_, rng_state, out = arguments[10:]
+    return _run_forward(_dense_problem(*arguments), rng_state, return_softmax, out, remember)
 
 
-def _varlen_forward(*arguments: Any) -> Forward:
+def _varlen_forward(*arguments: Any, remember: Remember | None = None) -> Forward:
     return_softmax, *_, rng_state, out = arguments[14:]
-    return _run_forward(_varlen_problem(*arguments), rng_state, return_softmax, out)
+    return _run_forward(_varlen_problem(*arguments), rng_state, return_softmax, out, remember)
 
 
 def _dense_backward(
@@ -189,6 +171,8 @@ def _dense_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
     dlse: Tensor | None = None,
+    *,
+    remember: Remember | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write dq, dk and dv (any strides) from the caller's ``out`` and ``softmax_lse``.
 
@@ -210,7 +194,7 @@ def _dense_backward(
         deterministic,
     )
     problem = _arguments.dense(q, k, v, options, alibi_slopes)
-    return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse)
+    return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse, remember)
 
 
 def _varlen_backward(
@@ -240,6 +224,8 @@ def _varlen_backward(
     dlse: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    *,
+    remember: Remember | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same over packed sequences; rows outside every sequence get zero."""
     options = _arguments.options(
@@ -264,7 +250,7 @@ def _varlen_backward(
         leftpad_k=leftpad_k,
         seqused_k=seqused_k,
     )
-    return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse)
+    return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse, remember)
 
 
 def _flash_attn_with_kvcache(
@@ -289,6 +275,8 @@ def _flash_attn_with_kvcache(
     num_splits: int,
     s_aux: Tensor | None = None,
     out: Tensor | None = None,
+    *,
+    remember: Remember | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append to the cache in place, then attend to it; returns out and softmax_lse."""
     if _numbers.integer("num_splits", num_splits) < 0:
@@ -317,16 +305,59 @@ def _flash_attn_with_kvcache(
     )
     if out is not None:  # before the cache changes
         _arguments.check_destination("out", out, q, problem.out_shape)
-    if new is not None and not _arguments.has_no_data(q):
-        problem = _backends.append(problem, new)
-    return _run_forward(problem, None, False, out)[:2]
+    if new is not None:
+        remember = None
+        if not _arguments.has_no_data(q):
+            problem = _backends.append(problem, new)
+    return _run_forward(problem, None, False, out, remember)[:2]
+
+
+def _remembering(
+    checked: Callable[..., Any],
+    signature: inspect.Signature,
+    behind: tuple[Any, ...] = (),
+    **renamed: str,
+) -> Callable[..., Any]:
+    """``checked``, but a call like an earlier one is launched again: a model makes the same ones
+    over and over.
+
+    Alike are calls of the same shapes, strides, alignment, dtypes, devices and numbers: all that
+    the checks and the choice of a kernel depend on. The arguments have the names that kernels know
+    them by, or are ``renamed``; ``behind`` follows the results of a launch.
+    """
+    places = {name: i for i, name in enumerate(signature.parameters)}
+    places |= {name: places[argument] for name, argument in renamed.items()}
+    launches: dict[bytes | None, cuda.Launch] = {}
+
+    def plain(*arguments: Any) -> Any:
+        key = cuda.call_key(arguments, cuda.state)
+        launch = launches.get(key)
+        if launch is not None:
+            return (*launch(arguments), *behind)
+        if key is None:
+            return checked(*arguments)
+
+        def remember(prepared: cuda.Prepared) -> None:
+            if (launch := prepared.among(arguments, places)) is not None:
+                if len(launches) >= _MOST_LAUNCHES:
+                    launches.clear()
+                launches[key] = launch
+
+        return checked(*arguments, remember=remember)
+
+    vars(plain)["launches"] = launches
+    return plain
 
 
 # ---- running a problem ---------------------------------------------------------------------------
 
 
 def _run_forward(
-    problem: Attention, rng_state: Tensor | None, return_softmax: Any, out: Tensor | None
+    problem: Attention,
+    rng_state: Tensor | None,
+    return_softmax: Any,
+    out: Tensor | None,
+    remember: Remember | None = None,
 ) -> Forward:
     q, dropout = problem.q, problem.dropout_p > 0
     if dropout and rng_state is None:
@@ -341,7 +372,8 @@ def _run_forward(
         )
     if out is not None:
         _arguments.check_destination("out", out, q, problem.out_shape)
-    return _backends.forward(problem, rng_state, return_softmax, out)
+        remember = None
+    return _backends.forward(problem, rng_state, return_softmax, out, remember)
 
 
 def _run_backward(
@@ -352,7 +384,10 @@ def _run_backward(
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     rng_state: Tensor | None,
     dlse: Tensor | None,
+    remember: Remember | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if gradients != (None, None, None):
+        remember = None
     dq, dk, dv = (
         torch.empty_like(like) if gradient is None else gradient
         for gradient, like in zip(gradients, (problem.q, problem.k, problem.v), strict=True)
@@ -360,7 +395,7 @@ def _run_backward(
     _arguments.check_backward(problem, dout, out, lse, (dq, dk, dv), rng_state, dlse)
     if _arguments.has_no_data(problem.q):
         return dq, dk, dv, torch.empty_like(lse)
-    delta = _backends.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
+    delta = _backends.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state, remember)
     return dq, dk, dv, delta
 
 
@@ -377,6 +412,13 @@ def complete(
 
 
 # ---- registration and routing --------------------------------------------------------------------
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """That of an operator: without what is for keywords alone."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    return signature.replace(parameters=parameters)
 
 
 def _operator(
@@ -397,7 +439,7 @@ def _operator(
     ``arguments`` makes the problem, ``backward_of`` is the routed operator of its gradients, and
     the routed function also returns the rng_state. Others say why they have no gradient.
     """
-    signature = inspect.signature(arguments)
+    signature = _signature(arguments)
     names = list(signature.parameters)
     defaults = [p.default for p in signature.parameters.values()]
     annotations = [p.annotation for p in signature.parameters.values()]
@@ -457,7 +499,9 @@ def _operator(
         operand_names = taken(names)
         positions = [operand_names.index(names[i]) for i in tensors if names[i] in operand_names]
         setup_context = functools.partial(_save_for_backward, positions)
-        backward = functools.partial(_backward, operand_names, positions, arguments, backward_of)
+        backward = _backward_function(
+            operand_names, taken(defaults), positions, arguments, backward_of
+        )
         definition.register_autograd(backward, setup_context=setup_context)
         no_gradient = f"{name} has no forward mode in its kernels and in torch.compile; {_OTHERS}"
 
@@ -663,49 +707,63 @@ def _save_for_backward(
     ctx.options = options
 
 
-def _backward(
+def _backward_function(
     names: list[str],
+    defaults: list[Any],
     positions: Sequence[int],
     problem_of: Callable[..., Attention],
     backward_of: Callable[..., Any],
-    ctx: Any,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    *_: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    # What torch.func.vjp returns runs when its transform has ended, as its wrappers do not say.
-    saved: list[Any] = [x if x is None else _unwrap_if_dead(x) for x in ctx.saved_tensors]
-    out, lse, *tensors = saved
-    names = names[: len(ctx.options)]
-    inputs = dict(zip(names, ctx.options, strict=True))
-    inputs |= {names[i]: x for i, x in zip(positions, tensors, strict=False)}
-    needed = {n for n, needs in zip(names, ctx.needs_input_grad, strict=False) if needs}
-    if inputs.get("block_table") is not None:
-        raise NotImplementedError(
-            "block_table has no backward: gather the pages into k and v first"
+) -> Callable[..., Any]:
+    """The backward of an operator whose operands have these names and defaults.
+
+    positions: of those that are tensors, which were saved
+    """
+    i_slopes, i_sinks = names.index("alibi_slopes"), names.index("s_aux")
+    i_table = names.index("block_table") if "block_table" in names else None
+    own = ("dout", "out", "softmax_lse", "dlse", "dq", "dk", "dv")
+    sources = [
+        (name, None if name in own else names.index(name))
+        for name in inspect.signature(backward_of).parameters
+    ]
+
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        # What torch.func.vjp returns runs when its transform has ended, as its wrappers do not say.
+        saved: list[Any] = [x if x is None else _unwrap_if_dead(x) for x in ctx.saved_tensors]
+        out, lse, *tensors = saved
+        given = len(ctx.options)
+        inputs = [*ctx.options, *defaults[given:]]
+        for i, x in zip(positions, tensors, strict=False):
+            inputs[i] = x
+        needed = ctx.needs_input_grad
+        if i_table is not None and inputs[i_table] is not None:
+            raise NotImplementedError(
+                "block_table has no backward: gather the pages into k and v first"
+            )
+        if i_slopes < len(needed) and needed[i_slopes]:
+            raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
+
+        if torch.is_grad_enabled() and not _is_watched(tensors):  # create_graph=True
+            problem = problem_of(*inputs)
+            if _backends.choose(problem, "backward") == "tiled":
+                by_name = dict(zip(names, inputs, strict=True))
+                wanted = {n for n, needs in zip(names, needed, strict=False) if needs}
+                gradients = _recorded_gradients(problem_of, by_name, wanted, dout, dlse)
+                return tuple(gradients.get(name) for name in names[:given])
+
+        if dout is None:
+            dout = torch.zeros_like(out)
+        given_here = {"dout": dout, "out": out, "softmax_lse": lse, "dlse": dlse}
+        dq, dk, dv, delta = backward_of(
+            *[given_here.get(name) if i is None else inputs[i] for name, i in sources]
         )
-    if "alibi_slopes" in needed:
-        raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
+        results = [dq, dk, dv, *[None] * (given - 3)]
+        if i_sinks < len(needed) and needed[i_sinks]:
+            results[i_sinks] = _sink_gradient(inputs[i_sinks], lse, delta)
+        return tuple(results)
 
-    if torch.is_grad_enabled() and not _is_watched(tensors):  # create_graph=True
-        problem = problem_of(**inputs)
-        if _backends.choose(problem, "backward") == "tiled":
-            gradients = _recorded_gradients(problem_of, inputs, needed, dout, dlse)
-            return tuple(gradients.get(name) for name in names)
-
-    taken = _parameter_names(backward_of)
-    *qkv, delta = backward_of(
-        dout=torch.zeros_like(out) if dout is None else dout,
-        out=out,
-        softmax_lse=lse,
-        dlse=dlse,
-        **dict.fromkeys(("dq", "dk", "dv")),
-        **{name: value for name, value in inputs.items() if name in taken and name != "out"},
-    )
-    gradients = dict(zip("qkv", qkv, strict=True))
-    if "s_aux" in needed:
-        gradients["s_aux"] = _sink_gradient(inputs["s_aux"], lse, delta)
-    return tuple(gradients.get(name) for name in names)
+    return backward
 
 
 def _recorded_gradients(
@@ -737,11 +795,6 @@ def _recorded_gradients(
     return dict(zip(leaves, gradients, strict=True))
 
 
-@functools.cache
-def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
 def _sink_gradient(s_aux: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The sink has P = exp(s_aux - lse) and value zero: dS = -P * delta, summed over rows."""
     head = lse.dim() - 2
@@ -763,31 +816,38 @@ _NO_SECOND = f"the gradient of attention has no derivative in its kernels; {_OTH
 flash_attn_backward, flash_attn_varlen_backward = (
     _operator(
         f"flash_attn_{layout}_backward",
-        plain,
-        plain,
+        _remembering(checked, _signature(checked), lse="softmax_lse"),
+        checked,
         tuple[Tensor, Tensor, Tensor, Tensor],
         _GRADIENTS,
         no_gradient=_NO_SECOND,
     )
-    for layout, plain in (("dense", _dense_backward), ("varlen", _varlen_backward))
+    for layout, checked in (("dense", _dense_backward), ("varlen", _varlen_backward))
 )
 flash_attn_forward, flash_attn_varlen_forward = (
     _operator(
         f"flash_attn_{layout}_forward",
-        plain,
+        _remembering(checked, _signature(problem_of), behind=(None,)),
         problem_of,
         tuple[Tensor, Tensor, Tensor],
         _OUT,
         backward_of=backward_of,
     )
-    for layout, plain, problem_of, backward_of in (
+    for layout, checked, problem_of, backward_of in (
         ("dense", _dense_forward, _dense_problem, flash_attn_backward),
         ("varlen", _varlen_forward, _varlen_problem, flash_attn_varlen_backward),
     )
 )
 flash_attn_with_kvcache = _operator(
     "flash_attn_with_kvcache",
-    _flash_attn_with_kvcache,
+    _remembering(
+        _flash_attn_with_kvcache,
+        _signature(_flash_attn_with_kvcache),
+        k="k_cache",
+        v="v_cache",
+        seqused_k="cache_seqlens",
+        leftpad_k="cache_leftpad",
+    ),
     _flash_attn_with_kvcache,
     tuple[Tensor, Tensor],
     _OUT,

@@ -13,7 +13,7 @@ from oracle import Attention, Storage, assert_matches_oracle
 from torch import Tensor
 
 import flash_attn
-from flash_attn import _backends
+from flash_attn._backends import cuda
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn.flash_attn_interface import (
     _flash_attn_backward,
@@ -29,7 +29,8 @@ DROPOUT_SEED = 7
 
 def kernels_forced() -> str | None:
     """The family of kernels under test, if it is one."""
-    return None if _backends._forced == "tiled" else _backends._forced
+    forced = cuda.forced_backend()
+    return None if forced == "tiled" else forced
 
 
 def covered(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:

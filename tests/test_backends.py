@@ -14,15 +14,27 @@ from flash_attn import _arguments, _backends
 from flash_attn._backends import cuda, tiled
 
 HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-PASSES = (("sm80", "forward"), ("sm80", "backward"), ("sm90", "forward"))
-ROWS = {
-    (family, direction, dtype, *headdims, features)
-    for (family, direction), dtype, headdims, features in product(
-        PASSES, ["fp16", "bf16"], HEADDIMS, ["plain", "full"]
-    )
-    if (family, headdims) != ("sm90", (32, 32))
+FULL = {"softcap", "alibi", "dropout"}
+TAKEN = {
+    ("forward", "sm80"): ({"cache_slots"}, FULL | {"any_alignment"}),
+    ("backward", "sm80"): (set(), FULL | {"any_alignment"}),
+    ("forward", "sm90"): ({"cache_slots", "pages"}, FULL),
 }
-SM80 = {row for row in ROWS if row[0] == "sm80"}
+ROWS = [
+    cuda.Kernel(
+        *kernel,
+        dtype,
+        dtype,
+        *headdims,
+        features,
+        frozenset(always | (full if features == "full" else set())),
+    )
+    for (kernel, (always, full)), dtype, headdims, features in product(
+        TAKEN.items(), ["fp16", "bf16"], HEADDIMS, ["plain", "full"]
+    )
+    if (kernel[1], headdims) != ("sm90", (32, 32))
+]
+SM80 = [row for row in ROWS if row.family == "sm80"]
 Build = Callable[..., None]
 
 
@@ -32,16 +44,16 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     gpu = torch.device("cuda", 0)
     families = _backends._families
 
-    def pretend(rows: Iterable[cuda._Row], capability: tuple[int, int] = (8, 0)) -> None:
-        monkeypatch.setattr(cuda, "_ROWS", frozenset(rows))
+    def pretend(rows: Iterable[cuda.Kernel], capability: tuple[int, int] = (8, 0)) -> None:
+        monkeypatch.setattr(cuda, "_KERNELS", tuple(rows))
         monkeypatch.setattr(torch.version, "cuda", "12.8")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(_backends, "_families", lambda device, *more: families(gpu, *more))
-        cuda._kernel.cache_clear(), families.cache_clear()
+        cuda._smallest_kernel.cache_clear(), families.cache_clear()
 
     yield pretend
-    cuda._kernel.cache_clear(), families.cache_clear()
+    cuda._smallest_kernel.cache_clear(), families.cache_clear()
 
 
 def problem(
@@ -70,12 +82,16 @@ def problem(
 )
 def test_smallest_kernel(build, given, kernel):
     build(SM80)
-    assert cuda._kernel("sm80", "backward", torch.bfloat16, *given)[:2] == kernel
+    found = SM80[cuda._kernel(problem(*given), "sm80", "backward")]
+    aligned = all(headdim % 8 == 0 for headdim in given)
+    assert (found.operation, found.dtype) == ("backward", "bf16")
+    assert (found.headdim, found.headdim_v) == kernel
+    assert found.feature_set == ("plain" if aligned else "full")
     assert _backends.choose(problem(*given)) == "sm80"
 
 
 def test_each_direction_where_it_has_a_kernel(build):
-    build(row for row in SM80 if row[1] == "forward" or row[3] <= 64)
+    build(row for row in SM80 if row.operation == "forward" or row.headdim <= 64)
     for headdim, expected in ((64, "sm80"), (65, "tiled")):
         assert _backends.choose(problem(headdim), "forward") == "sm80"
         assert _backends.choose(problem(headdim), "backward") == expected
@@ -89,9 +105,8 @@ def test_each_direction_where_it_has_a_kernel(build):
 @pytest.mark.parametrize(
     "missing, call, reason",
     [
-        ("full", {"softcap": 1.0}, "without the full kernel"),
-        ("full", {"headdim": 60}, "without the full kernel"),
-        ("plain", {}, "without the plain kernel"),
+        ("full", {"softcap": 1.0}, "has no forward with softcap"),
+        ("full", {"headdim": 60}, "has no forward with tensors that cannot be moved 16 bytes"),
         ("fp16", {"dtype": torch.float16}, "no forward kernel for torch.float16"),
     ],
     ids=str,
@@ -100,17 +115,24 @@ def test_reduced_builds(build, missing, call, reason):
     build(row for row in SM80 if missing not in row)
     assert reason in cuda.unsupported(problem(**call), "sm80", "forward")
     assert _backends.choose(problem(**call)) == "tiled"
-    kept = {"softcap": 1.0} if missing == "plain" else {}
-    assert _backends.choose(problem(**kept)) == "sm80"
+    assert _backends.choose(problem()) == "sm80"
 
 
-@pytest.mark.parametrize(
-    "dropout_p, features", [(1e-30, "plain"), (2**-18, "plain"), (0.1, "full")]
-)
-def test_dropout_that_drops_nothing(dropout_p, features):
+def test_builds_without_some_rows(build):
+    """What one row lacks another may take; if none does, it is said what is missing."""
+    build(row for row in SM80 if "plain" not in row)
+    assert _backends.choose(problem()) == "sm80"
+    build(row for row in SM80 if row.feature_set == "plain" or row.headdim == 128)
+    assert _backends.choose(problem(softcap=1.0)) == "sm80"
+    reason = cuda.unsupported(problem(256, softcap=1.0), "sm80", "forward")
+    assert reason == "was built without the forward kernel that this call needs, with softcap"
+
+
+@pytest.mark.parametrize("dropout_p, asked", [(1e-30, set()), (2**-18, set()), (0.1, {"dropout"})])
+def test_dropout_that_drops_nothing(dropout_p, asked):
     """What 16 random bits cannot tell from 0 needs no kernel with dropout."""
     options = _arguments.options(dropout_p, None, True, -1, -1, 0.0, False)
-    assert cuda._feature_set(problem()._replace(options=options)) == features
+    assert cuda._features(problem()._replace(options=options)) == asked
 
 
 def test_devices_that_are_not_there(monkeypatch):
@@ -216,7 +238,7 @@ def test_forced_sm90_has_the_backward_of_sm80(build):
 
 @pytest.mark.parametrize("rank", [3, 4])
 def test_alignment(rank):
-    """16 bytes are 8 elements: where the tensor begins, and every stride but the last."""
+    """16 bytes are 8 elements of bf16: where the tensor begins, and every stride but the last."""
     x = torch.zeros(4, 8, 16, 24, dtype=torch.bfloat16)
     assert cuda._is_aligned(x[4 - rank]) if rank == 3 else cuda._is_aligned(x)
     shape = (3, 5, 2)[-rank + 1 :] if rank == 4 else (5, 2)
@@ -251,22 +273,28 @@ def test_lengths_of_pages(leftpad, seqused, max_seqlen_k):
     assert torch.equal((used - first).clamp(min=0).long(), keys.length)
 
 
-def test_counters_of_tiles(monkeypatch):
+def test_workspaces_kept_zero(monkeypatch):
     """One for each stream of a device; a CUDA graph, which may be replayed on any, has its own."""
     capturing = False
-    monkeypatch.setattr(cuda, "_tile_counters", {})
+    monkeypatch.setattr(cuda, "_kept_zeros", {})
     monkeypatch.setattr(cuda, "_is_capturing", lambda index: capturing)
-    monkeypatch.setattr(cuda, "_lasting_zero", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(
+        cuda, "_lasting_zeros", lambda device, dtype, elements: torch.zeros(elements, dtype=dtype)
+    )
     identities = {1: 10, 2: 20}
     monkeypatch.setattr(cuda, "_C", SimpleNamespace(stream_id=identities.get), raising=False)
-    device = torch.device("cpu", 0)
-    first, second = cuda._tile_counter(device, 1), cuda._tile_counter(device, 2)
-    assert cuda._tile_counter(device, 1) is first and first is not second
+
+    def zeros(stream, elements=1):
+        return cuda._kept_zero(torch.device("cpu", 0), stream, torch.int32, elements)
+
+    first, second = zeros(1), zeros(2)
+    assert zeros(1) is first and first is not second
+    assert zeros(1, 5).shape == (5,) and zeros(1) is first
     capturing = True
-    in_graph = [cuda._tile_counter(device, 1) for _ in range(2)]
+    in_graph = [zeros(1) for _ in range(2)]
     assert len({x.data_ptr() for x in (first, second, *in_graph)}) == 4
     assert all(x.shape == (1,) and x.dtype == torch.int32 and not x.any() for x in in_graph)
     capturing = False
-    assert cuda._tile_counter(device, 1) is first
+    assert zeros(1) is first
     identities[1] = 30  # the handle of a destroyed stream, used again
-    assert cuda._tile_counter(device, 1) is not first
+    assert zeros(1) is not first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -32,15 +33,15 @@ def build_support() -> ModuleType:
 
 
 def names(build_support: ModuleType, **environ: str) -> list[str]:
-    return [row.name for row in build_support.selected_instantiations(environ)]
+    return [row.name for row in build_support.selected_kernels(environ)]
 
 
 def test_table(build_support: ModuleType) -> None:
-    table = [row.name for row in build_support.INSTANTIATIONS]
+    table = [row.name for row in build_support.KERNELS]
     assert len(set(table)) == len(table)
     assert {"sm80_forward_bf16_d128_plain", "sm90_forward_fp16_d192v128_full"} <= set(table)
     families = {family for family, _ in build_support.ARCHITECTURES.values()}
-    assert {row.family for row in build_support.INSTANTIATIONS} == families
+    assert {row.family for row in build_support.KERNELS} == families
     assert names(build_support) == table
     assert names(build_support, FLASH_ATTN_CUDA_ARCHS="", FLASH_ATTN_ONLY="") == table
 
@@ -69,7 +70,7 @@ def test_filter(build_support: ModuleType) -> None:
 )
 def test_bad_selection(build_support: ModuleType, environ: dict[str, str], message: str) -> None:
     with pytest.raises(build_support.BuildError, match=message):
-        build_support.selected_instantiations(environ)
+        build_support.selected_kernels(environ)
 
 
 def test_job_count(build_support: ModuleType) -> None:
@@ -81,8 +82,12 @@ def test_job_count(build_support: ModuleType) -> None:
 
 
 def key(row: Any) -> tuple[Any, ...]:
-    """A row of INSTANTIATIONS as _C.instantiations() has it."""
-    return row.family, row.direction, row.dtype, *row.headdims, row.features
+    """A row of KERNELS as _C.kernels() has it, but for the features."""
+    return dataclasses.astuple(row)
+
+
+def compiled() -> list[tuple[Any, ...]]:
+    return [row[:7] for row in cuda._C.kernels()]
 
 
 def fake_nvcc(folder: Path, release: str) -> Path:
@@ -148,7 +153,7 @@ def test_times_follow_content(build_support: ModuleType, tmp_path: Path) -> None
 
 
 def test_slow_kernels_are_compiled_first(build_support: ModuleType) -> None:
-    manifest = build_support.ninja_manifest(list(build_support.INSTANTIATIONS), "cpython-311")
+    manifest = build_support.ninja_manifest(list(build_support.KERNELS), "cpython-311")
     order = re.findall(r"kernel build/generated/(\w+)\.cu", manifest)
     assert sorted(order) == sorted(names(build_support))
     assert order[0].endswith("d256_full") and "backward" in order[0]
@@ -184,8 +189,8 @@ due to insufficient register resources for the wgmma pipeline in the function '_
 
 def reports_of_build(build_support: ModuleType) -> list[Any]:
     """The compiler's reports of the kernels that the extension has."""
-    rows = set(cuda._C.instantiations())
-    names = {row.name for row in build_support.INSTANTIATIONS if key(row) in rows}
+    rows = set(compiled())
+    names = {row.name for row in build_support.KERNELS if key(row) in rows}
     reports = [report for report in build_support.read_ptxas_reports() if report.file in names]
     if {report.file for report in reports} != names:
         pytest.skip("built elsewhere: build/ptxas has not every kernel's report")
@@ -209,13 +214,13 @@ def test_no_kernel_is_serialised(build_support: ModuleType) -> None:
 
 @built
 def test_imports_without_a_driver() -> None:
-    code = "import flash_attn._C as c; print(len(c.instantiations()))"
+    code = "import flash_attn._C as c; print(len(c.kernels()))"
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": ""}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == len(cuda._C.instantiations())
+    assert int(run.stdout) == len(compiled())
 
 
 @built
@@ -227,15 +232,14 @@ def test_links_neither_torch_nor_cudart() -> None:
 
 @built
 def test_extension_has_the_table(build_support: ModuleType) -> None:
-    table = set(map(key, build_support.INSTANTIATIONS))
-    rows = cuda._C.instantiations()
+    table = set(map(key, build_support.KERNELS))
+    rows = compiled()
     assert len(set(rows)) == len(rows)
     if set(rows) != table:
         assert set(rows) < table
         pytest.skip(f"built with a filter: {len(rows)} of {len(table)} kernels")
 
 
-OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "alibi_slopes", "rng_state")
 NUMBERS = {
     "max_seqlen_q": 5,
     "max_seqlen_k": 7,
@@ -244,34 +248,47 @@ NUMBERS = {
     "window_right": -1,
     "softcap": 0.0,
     "dropout_p": 0.0,
+    "deterministic": False,
     "shared_memory": 0,
-    "stream": 0,
 }
 
 
-def boundary_call(direction: str, device: str, **changes: Any) -> None:
-    """A call of the extension with tensors of zeros, some of them not as they should be."""
+def place_of(
+    operation: str, family: str = "sm80", features: str = "plain", headdim: int = 64
+) -> int:
+    """The place of a kernel for bf16 among those of this build."""
+    row = (operation, family, "bf16", "bf16", headdim, headdim, features)
+    if row not in compiled():
+        pytest.skip(f"built without {row}")
+    return compiled().index(row)
+
+
+def prepare(operation: str, device: str, kernel: int | None = None, **changes: Any) -> Any:
+    """A call with tensors of zeros, some of them not as they should be; None: left out."""
     q = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16, device=device)
     k = torch.zeros(2, 7, 2, 64, dtype=torch.bfloat16, device=device)
     lse = torch.zeros(2, 4, 5, device=device)
-    arguments = {"family": "sm80", "kernel_headdim": 64, "kernel_headdim_v": 64, **NUMBERS}
-    arguments |= {"q": q, "k": k, "v": k, "out": q, "lse": lse, **dict.fromkeys(OPTIONAL)}
-    if direction == "forward":
-        arguments |= dict.fromkeys(("cache_batch_idx", "s_aux", "block_table", "tile_counter"))
-    else:
-        arguments |= {"dout": q, "delta": lse, "dlse": None, "dq": q, "dk": k, "dv": k}
-        arguments |= {"dq_accum": torch.zeros(4, 2, 1024, device=device), "dq_turn": None}
-    changes = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in changes.items()}
-    getattr(cuda._C, direction)(**arguments | changes)
+    tensors: dict[str, Any] = {"q": q, "k": k, "v": k, "out": q, "lse": lse}
+    if operation == "backward":
+        tensors |= {"dout": q, "delta": lse, "dq": q, "dk": k, "dv": k}
+    numbers = {name: changes.pop(name, number) for name, number in NUMBERS.items()}
+    tensors |= {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in changes.items()}
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    place = place_of(operation) if kernel is None else kernel
+    return cuda._C.prepare(place, tensors, **numbers)
 
 
 @built
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_boundary_on_the_cpu(direction: str) -> None:
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_boundary_on_the_cpu(operation: str) -> None:
     with pytest.raises(ValueError, match="q: on the CPU; accepted: a CUDA tensor"):
-        boundary_call(direction, "cpu")
-    with pytest.raises(TypeError, match="q: torch.Tensor"):
-        boundary_call(direction, "cpu", q=[1.0])
+        prepare(operation, "cpu")
+    with pytest.raises(TypeError, match="torch.Tensor"):
+        prepare(operation, "cpu", q=[1.0])
+    with pytest.raises(ValueError, match="^q: missing"):
+        prepare(operation, "cpu", q=None)
+    with pytest.raises(ValueError, match="^kernel: no such row"):
+        prepare(operation, "cpu", kernel=len(compiled()))
 
 
 BF16 = torch.zeros(4000, dtype=torch.bfloat16)
@@ -287,24 +304,38 @@ BF16 = torch.zeros(4000, dtype=torch.bfloat16)
         ({"k": BF16[:3584].view(2, 7, 2, 128)}, r"^k: .*accepted: shape \(2, 7, 2, 64\)"),
         ({"v": BF16[:1792].view(2, 7, 64, 2).mT}, "^v: .*last stride 1"),
         ({"out": BF16[:2560].view(2, 5, 64, 4).mT}, "^out: .*last stride 1"),
+        ({"out": None}, "^out: missing"),
         ({"lse": torch.zeros(2, 5, 4).mT}, "^lse: .*contiguous"),
         ({"lse": torch.zeros(2, 4, 5).double()}, "^lse: .*dtype other"),
         ({"cu_seqlens_q": torch.zeros(3).int()}, "^q, k, v: .*3 dimensions where packed"),
         ({"seqused_k": torch.zeros(3).int()}, r"^seqused_k: .*accepted: shape \(2\), dtype int32"),
         ({"leftpad_k": torch.zeros(2).long()}, "^leftpad_k: .*dtype int64.*dtype int32"),
         ({"alibi_slopes": torch.zeros(2, 2)}, r"^alibi_slopes: .*accepted: shape \(2, 4\)"),
-        ({"family": "sm70"}, "^no forward kernel sm70/bf16/64/64/plain"),
         (
-            {"block_table": torch.zeros(2, 1).int()},
-            "^block_table: got a tensor; .*sm90 kernels alone",
+            {"alibi_slopes": torch.zeros(4)},
+            "^kernel: got sm80 forward bf16 64/64 plain, .*no alibi",
         ),
-        ({"family": "sm90"}, "^tile_counter: got None; the sm90 kernels need a tensor"),
-        ({"kernel_headdim": 32}, "kernel sm80/bf16/32/64/plain for head dimensions 64 and 64"),
+        ({"softcap": 1.0}, "^kernel: got .*no softcap"),
+        ({"block_table": torch.zeros(2, 1).int()}, "^kernel: got .*no pages"),
+        ({"rng_state": torch.zeros(2).long()}, "^dropout_p .*: got 0; accepted: from 1"),
+        ({"rng_state": torch.zeros(2).long(), "dropout_p": 0.5}, "^kernel: got .*no dropout"),
+        ({"dout": BF16[:2560].view(2, 5, 4, 64)}, "^dout: got a tensor; accepted by .*: None"),
     ],
 )
 def test_boundary_checks(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        boundary_call("forward", "cuda", **changes)
+        prepare("forward", "cuda", **changes)
+
+
+@built
+@pytest.mark.gpu
+def test_boundary_of_the_kernel() -> None:
+    with pytest.raises(ValueError, match="^kernel: got sm80 forward bf16 32/32 plain for head dim"):
+        prepare("forward", "cuda", kernel=place_of("forward", headdim=32))
+    shifted = torch.zeros(2561, dtype=torch.bfloat16)[1:].view(2, 5, 4, 64)
+    with pytest.raises(ValueError, match="^kernel: got sm90 forward .*no any_alignment"):
+        shifted = shifted.cuda().new_zeros(2561)[1:].view(2, 5, 4, 64)
+        prepare("forward", "cuda", kernel=place_of("forward", "sm90", "full"), q=shifted)
 
 
 @built
@@ -315,11 +346,28 @@ def test_boundary_checks(changes: dict[str, Any], message: str) -> None:
         ({"dout": BF16[:2560].view(2, 5, 64, 4).mT}, "^dout: .*last stride 1"),
         ({"dk": BF16[:1280].view(1, 5, 4, 64)}, r"^dk: .*accepted: shape \(2, 7, 2, 64\)"),
         ({"dlse": torch.zeros(2, 5, 4).mT}, "^dlse: .*contiguous"),
-        ({"dq_accum": torch.zeros(4, 1, 1024)}, r"^dq_accum: .*accepted: shape \(4, 2, 1024\)"),
-        ({"dq_turn": torch.zeros(4, 1).int()}, r"^dq_turn: .*accepted: shape \(4, 2\)"),
-        ({"family": "sm70"}, "^no backward kernel sm70/bf16/64/64/plain"),
+        ({"s_aux": torch.zeros(4)}, "^s_aux: got a tensor; accepted by the backward: None"),
     ],
 )
 def test_boundary_checks_of_the_backward(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        boundary_call("backward", "cuda", **changes)
+        prepare("backward", "cuda", **changes)
+
+
+@built
+@pytest.mark.gpu
+def test_workspaces() -> None:
+    """What kernels ask for, and that a launch wants a place for each of its tensors."""
+    forward = prepare("forward", "cuda", kernel=place_of("forward", "sm90"))
+    assert forward.workspaces == [("tile_counter", "int32", 1, True)]
+    assert prepare("forward", "cuda").workspaces == []
+    tiles = 4 * 2  # of 16 queries: of 4 heads of 2 sequences of 5
+    dq_accum = ("dq_accum", "fp32", tiles * 16 * 64, False)
+    assert prepare("backward", "cuda").workspaces == [dq_accum]
+    ordered = prepare("backward", "cuda", deterministic=True)
+    assert ordered.workspaces == [dq_accum, ("dq_turn", "int32", tiles, False)]
+    assert ordered.names[-2:] == ["dq_accum", "dq_turn"]
+    with pytest.raises(ValueError, match="^places: got 1; accepted: one for each of names"):
+        ordered.at([0])
+    with pytest.raises(ValueError, match="^launch: too few tensors"):
+        forward.at(range(len(forward.names))).launch((), (), 0)

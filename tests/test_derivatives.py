@@ -45,13 +45,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     def forward(problem: Any, *rest: Any) -> Any:
         for x in (problem.q, problem.k, problem.v):
             x.data_ptr()  # raises for what has no memory of its own
-        return tiled.forward(problem, *rest)
+        return tiled.forward(problem, *rest[:3])
 
     def backward(problem: Any, dout: Tensor, *rest: Any) -> Tensor:
         problem.q.data_ptr(), dout.data_ptr()
-        return tiled.backward(problem, dout, *rest)
+        return tiled.backward(problem, dout, *rest[:7])
 
-    monkeypatch.setattr(_backends, "choose", lambda problem, direction="forward": "sm80")
+    monkeypatch.setattr(_backends, "choose", lambda problem, operation="forward": "sm80")
     monkeypatch.setattr(_backends, "forward", forward)
     monkeypatch.setattr(_backends, "backward", backward)
     yield "cpu"

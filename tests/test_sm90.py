@@ -214,7 +214,7 @@ def test_thread_blocks_take_several_tiles(device, problem, mask, headdim):
     for _ in range(20):
         again, _ = run(problem, backward=False)
         assert all(torch.equal(value, again[name]) for name, value in first.items())
-    assert cuda._tile_counters and not any(map(torch.any, cuda._tile_counters.values()))
+    assert cuda._kept_zeros and not any(map(torch.any, cuda._kept_zeros.values()))
 
 
 # ---- at once -------------------------------------------------------------------------------------

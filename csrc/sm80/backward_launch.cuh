@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "common/mask.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"
+#include "kernel.h"
 #include "params.h"
 #include "sm80/backward_kernel.cuh"
 
@@ -22,6 +24,19 @@ constexpr int64_t kTogetherBytes = 32 << 20;
 // Where dQ is added to in order, thread blocks of one head wait for each other: fewer of them run
 // at a time if more heads do.
 constexpr int64_t kOrderedHeads = 32;
+
+// Of one head in the dQ workspace: see dq_tile.
+inline int row_tiles(const BackwardParams& params) {
+  const int64_t tiles = params.cu_seqlens_q != nullptr
+                            ? params.total_q / 16 + int64_t{params.batch}
+                            : int64_t{params.batch} * ((params.seqlen_q + int64_t{15}) / 16);
+  if (tiles * params.nheads > INT_MAX) {
+    throw std::invalid_argument("nheads * blocks of 16 queries: got " +
+                                std::to_string(tiles * params.nheads) +
+                                "; accepted: up to 2^31 - 1");
+  }
+  return static_cast<int>(tiles);
+}
 
 template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, int kChoice = 0>
 void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
@@ -69,6 +84,7 @@ void launch_backward(BackwardParams params, cudaStream_t stream) {
   constexpr bool kAnyAlignment = kFeatures == FeatureSet::kFull;
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
+  params.row_tiles = row_tiles(params);
   // One thread block of the two small kernels for each head and each so many queries.
   const auto grid = [&](int queries, int batch) {
     return dim3((params.seqlen_q + queries - 1) / queries * params.nheads, 1,
@@ -86,5 +102,22 @@ void launch_backward(BackwardParams params, cudaStream_t stream) {
     check_cuda(cudaGetLastError(), "launch of the sm80 dQ kernel");
   }
 }
+
+template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+struct BackwardRow {
+  static_assert(std::is_same_v<T, Out>);
+  using Params = BackwardParams;
+  static constexpr uint32_t kTakes =
+      features_of(kFeatures) | (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
+
+  static void workspaces(const Params& params, Workspaces& wanted) {
+    const int64_t tiles = int64_t{params.nheads} * row_tiles(params);
+    wanted.add("dq_accum", params.dq_accum, tiles * 16 * kHeadDim);
+    if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles);
+  }
+  static void launch(const Params& params, cudaStream_t stream) {
+    launch_backward<T, kHeadDim, kHeadDimV, kFeatures>(params, stream);
+  }
+};
 
 }  // namespace flash::sm80

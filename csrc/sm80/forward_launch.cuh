@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "common/gaps.h"
 #include "common/mask.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"
+#include "kernel.h"
 #include "params.h"
 #include "sm80/forward_kernel.cuh"
 
@@ -67,5 +69,18 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
     }
   }
 }
+
+template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+struct ForwardRow {
+  static_assert(std::is_same_v<T, Out>);
+  using Params = ForwardParams;
+  static constexpr uint32_t kTakes =
+      features_of(kFeatures) | kCacheSlots | (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
+
+  static void workspaces(const Params&, Workspaces&) {}
+  static void launch(const Params& params, cudaStream_t stream) {
+    launch_forward<T, kHeadDim, kHeadDimV, kFeatures>(params, stream);
+  }
+};
 
 }  // namespace flash::sm80

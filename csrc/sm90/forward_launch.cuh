@@ -5,10 +5,12 @@
 #include <atomic>
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 
 #include "common/mask.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"
+#include "kernel.h"
 #include "params.h"
 #include "sm90/forward_kernel.cuh"
 #include "sm90/tensor_map.h"
@@ -140,5 +142,19 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
   }
   launch_forward_kernel<Short>(params, stream);
 }
+
+template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+struct ForwardRow {
+  static_assert(std::is_same_v<T, Out>);
+  using Params = ForwardParams;
+  static constexpr uint32_t kTakes = features_of(kFeatures) | kPages | kCacheSlots;
+
+  static void workspaces(const Params& params, Workspaces& wanted) {
+    wanted.add("tile_counter", params.tile_counter, 1, /*kept_zero=*/true);
+  }
+  static void launch(const Params& params, cudaStream_t stream) {
+    launch_forward<T, kHeadDim, kHeadDimV, kFeatures>(params, stream);
+  }
+};
 
 }  // namespace flash::sm90

@@ -1,8 +1,8 @@
 """Which implementation runs a problem: kernels where they can, tiled PyTorch elsewhere."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
@@ -13,12 +13,10 @@ from flash_attn._backends import cuda, tiled
 
 BACKENDS = ("tiled", "sm80", "sm90")
 MAX_HEADDIM = 256  # of any kernel
+Remember = Callable[[cuda.Prepared], None]
 
-_forced: str | None = None
 
-
-@contextmanager
-def use_backend(name: str) -> Iterator[None]:
+def use_backend(name: str) -> AbstractContextManager[None]:
     """Force one backend inside a ``with`` block, for tests and comparisons; process-wide.
 
     Parameters
@@ -35,16 +33,9 @@ def use_backend(name: str) -> Iterator[None]:
     NotImplementedError
         From calls inside the block that the forced backend cannot run.
     """
-    global _forced
     if name not in BACKENDS:
         raise ValueError(f"name must be one of {', '.join(BACKENDS)}, got {name!r}")
-    before, _forced = _forced, name
-    cuda.settings_version += 1
-    try:
-        yield
-    finally:
-        _forced = before
-        cuda.settings_version += 1
+    return cuda.changed_setting("backend", name)
 
 
 def available_backends(device: torch.device | str | int) -> list[str]:
@@ -52,12 +43,12 @@ def available_backends(device: torch.device | str | int) -> list[str]:
     return [*_families(_with_index(torch.device(device))), "tiled"]
 
 
-def choose(problem: Attention, direction: str = "forward") -> str:
+def choose(problem: Attention, operation: str = "forward") -> str:
     """Return the backend that runs ``problem``; forward and backward may run on different ones."""
-    if _forced is not None:
-        return _forced_backend(problem, _forced, direction)
-    for family in _families(problem.q.device, direction):
-        if cuda.unsupported(problem, family, direction) is None:
+    if (forced := cuda.forced_backend()) is not None:
+        return _forced_backend(problem, forced, operation)
+    for family in _families(problem.q.device, operation):
+        if cuda.unsupported(problem, family, operation) is None:
             return family
     if problem.q.device.type == "cuda" and torch.version.cuda and not cuda.available():
         _warn_of_missing_kernels()
@@ -78,19 +69,17 @@ def _warn_of_missing_kernels() -> None:
 
 
 def forward(
-    problem: Attention, rng_state: Tensor | None, return_probs: bool, out: Tensor | None = None
+    problem: Attention,
+    rng_state: Tensor | None,
+    return_probs: bool,
+    out: Tensor | None = None,
+    remember: Remember | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out, log-sum-exp and, if asked for, S_dmask."""
+    """Return out, log-sum-exp and, if asked for, S_dmask; ``remember`` a launch that ran it."""
     backend = choose(problem)
     if backend == "tiled":
         return tiled.forward(problem, rng_state, return_probs, out)
-    return cuda.forward(problem, rng_state, return_probs, out, family=backend)
-
-
-def launch(problem: Attention) -> cuda.Launch | None:
-    """Return what runs the problem, and others of the same ``cuda.call_key``; None if none can."""
-    backend = choose(problem)
-    return None if backend == "tiled" else cuda.Launch.of(problem, backend)
+    return cuda.forward(problem, rng_state, return_probs, out, remember, family=backend)
 
 
 def backward(
@@ -103,12 +92,15 @@ def backward(
     dk: Tensor,
     dv: Tensor,
     rng_state: Tensor | None,
+    remember: Remember | None = None,
 ) -> Tensor:
     """Write the gradients to dq, dk and dv; return delta."""
     backend = choose(problem, "backward")
     if backend == "tiled":
         return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
-    return cuda.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state, family=backend)
+    return cuda.backward(
+        problem, dout, out, lse, dlse, dq, dk, dv, rng_state, remember, family=backend
+    )
 
 
 def append(problem: Attention, new: CacheAppend) -> Attention:
@@ -117,7 +109,7 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     return tiled.append(problem, new)
 
 
-def _forced_backend(problem: Attention, forced: str, direction: str) -> str:
+def _forced_backend(problem: Attention, forced: str, operation: str) -> str:
     """The backend that runs ``problem`` where ``forced`` is: itself, or sm80 for its backward."""
     if forced == "tiled":
         return forced
@@ -132,17 +124,17 @@ def _forced_backend(problem: Attention, forced: str, direction: str) -> str:
             f"the {forced} backend cannot run on {problem.q.device}{built}; "
             "use_backend('tiled') does this"
         )
-    family = "sm80" if direction == "backward" else forced
-    if reason := cuda.unsupported(problem, family, direction):
-        other = next(x for x in ("sm80", "tiled") if x != family and _covers(x, problem, direction))
+    family = "sm80" if operation == "backward" else forced
+    if reason := cuda.unsupported(problem, family, operation):
+        other = next(x for x in ("sm80", "tiled") if x != family and _covers(x, problem, operation))
         raise NotImplementedError(
             f"the {forced} backend {reason}; use_backend({other!r}) does this"
         )
     return family
 
 
-def _covers(name: str, problem: Attention, direction: str) -> bool:
-    return name == "tiled" or cuda.unsupported(problem, name, direction) is None
+def _covers(name: str, problem: Attention, operation: str) -> bool:
+    return name == "tiled" or cuda.unsupported(problem, name, operation) is None
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -152,13 +144,13 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 @cache
-def _families(device: torch.device, direction: str | None = None) -> tuple[str, ...]:
-    """The compiled kernel families that run on ``device``, best first; those with a direction."""
+def _families(device: torch.device, operation: str | None = None) -> tuple[str, ...]:
+    """The compiled kernel families that run on ``device``, best first; those with an operation."""
     if device.type != "cuda" or torch.version.cuda is None or not cuda.available():
         return ()
     if not torch.cuda.is_available():  # no driver: nothing runs on such a device
         return ()
     capability = torch.cuda.get_device_capability(device)
     runs = {"sm90": capability == (9, 0), "sm80": capability >= (8, 0)}
-    built = cuda.families(direction)
+    built = cuda.families(operation)
     return tuple(family for family, can in runs.items() if can and family in built)

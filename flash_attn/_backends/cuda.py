@@ -1,6 +1,6 @@
-"""The compiled kernels: what they cover, and the calls into flash_attn._C."""
+"""The compiled kernels: what they cover, and calls of them through flash_attn._C."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -12,124 +12,229 @@ from torch import Tensor
 from flash_attn._arguments import Attention
 from flash_attn._backends import tiled
 
-# Family, direction, dtype, head dimension of q and k, of v, feature set.
-_Row = tuple[str, str, str, int, int, str]
+
+class Kernel(NamedTuple):
+    """A row of ``_C.kernels()``: what a compiled kernel says of itself."""
+
+    operation: str
+    family: str
+    dtype: str  # of q, k and v
+    out_dtype: str
+    headdim: int  # the largest that it takes, of q and k
+    headdim_v: int  # and of v
+    feature_set: str
+    takes: frozenset[str]  # what a call may ask for: keys of _FEATURES
+
 
 try:
     import flash_attn._C as _C
 
-    _ROWS: frozenset[_Row] = frozenset(_C.instantiations())
+    _KERNELS = tuple(Kernel(*row[:7], frozenset(row[7])) for row in _C.kernels())
     call_key = _C.call_key
 except ModuleNotFoundError as error:  # not built; an extension that is there but broken is an error
     if error.name != "flash_attn._C":
         raise
-    _ROWS = frozenset()
+    _KERNELS = ()
 
-    def call_key(q: object, k: object, v: object, *numbers: object) -> bytes | None:
+    def call_key(arguments: tuple[Any, ...], settings: int) -> bytes | None:
         """Without the extension nothing is launched again."""
         return None
 
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_FEATURE_SETS = 2  # plain and full
+_WORKSPACE_DTYPES = {"fp32": torch.float32, "int32": torch.int32}
 
-settings_version = 0  # a number for every change of what, beside a call itself, decides its launch
-_shared_memory = 0  # of a thread block, in bytes; 0: what the device has
+# What a call may ask for that not every kernel takes.
+_FEATURES = {
+    "softcap": "softcap",
+    "alibi": "alibi_slopes",
+    "dropout": "dropout",
+    "any_alignment": "tensors that cannot be moved 16 bytes at a time",
+    "pages": "a paged cache (block_table)",
+    "cache_slots": "cache_batch_idx",
+}
+
+# What, beside a call itself, decides its launch: the backend that is forced, and the shared memory
+# of a thread block in bytes (0: what the device has). Each state that occurs gets a number.
+_settings: dict[str, Any] = {"backend": None, "shared_memory": 0}
+_states: dict[tuple[Any, ...], int] = {}
+state = 0
+
+
+@contextmanager
+def changed_setting(name: str, value: Any) -> Iterator[None]:
+    """Change a setting inside a ``with`` block; process-wide."""
+    before = _settings[name]
+    _set(name, value)
+    try:
+        yield
+    finally:
+        _set(name, before)
+
+
+def _set(name: str, value: Any) -> None:
+    global state
+    _settings[name] = value
+    state = _states.setdefault(tuple(_settings.values()), len(_states))
+
+
+_set("backend", None)
+
+
+def forced_backend() -> str | None:
+    """Return the backend that ``use_backend`` forces."""
+    return _settings["backend"]
+
+
+def shared_memory_limit(size: int) -> Any:
+    """Run the tiles of a GPU with ``size`` bytes of shared memory a thread block; process-wide."""
+    return changed_setting("shared_memory", size)
+
+
+# ---- which kernel --------------------------------------------------------------------------------
 
 
 def available() -> bool:
     """Whether the extension was built."""
-    return bool(_ROWS)
+    return bool(_KERNELS)
 
 
-def families(direction: str | None = None) -> tuple[str, ...]:
-    """Return the kernel families of this build, whatever the GPU; those with a direction."""
-    return tuple(sorted({row[0] for row in _ROWS if direction in (None, row[1])}))
+def families(operation: str | None = None) -> tuple[str, ...]:
+    """Return the kernel families of this build, whatever the GPU; those with an operation."""
+    return tuple(sorted({x.family for x in _KERNELS if operation in (None, x.operation)}))
 
 
-@contextmanager
-def shared_memory_limit(size: int) -> Iterator[None]:
-    """Run the tiles of a GPU with ``size`` bytes of shared memory a thread block; process-wide."""
-    global _shared_memory, settings_version
-    before, _shared_memory = _shared_memory, size
-    settings_version += 1
-    try:
-        yield
-    finally:
-        _shared_memory = before
-        settings_version += 1
+def unsupported(problem: Attention, family: str, operation: str) -> str | None:
+    """Return why ``family`` cannot run this ("has no ..."), or None.
+
+    ``operation`` is "forward" or "backward".
+    """
+    found = _kernel(problem, family, operation)
+    return found if isinstance(found, str) else None
 
 
-class _Kernel(NamedTuple):
-    headdim: int  # the largest that it takes, of q and k
-    headdim_v: int  # and of v
-    features: frozenset[str]  # the feature sets of this build
+def _kernel(problem: Attention, family: str, operation: str) -> int | str:
+    """The place of the smallest kernel that takes the problem, or why there is none."""
+    dtypes = problem.q.dtype, problem.out_dtype
+    headdims = problem.headdim, problem.headdim_v
+    return _smallest_kernel(family, operation, dtypes, headdims, _features(problem))
 
 
 @cache
-def _kernel(
-    family: str, direction: str, dtype: torch.dtype, headdim: int, headdim_v: int
-) -> _Kernel | None:
-    """The smallest kernel that takes these head dimensions."""
-    wanted = (family, direction, _DTYPES.get(dtype))
-    rows = [row[3:] for row in _ROWS if row[:3] == wanted]
-    large_enough = {row[:2] for row in rows if row[0] >= headdim and row[1] >= headdim_v}
+def _smallest_kernel(
+    family: str,
+    operation: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    headdims: tuple[int, int],
+    features: frozenset[str],
+) -> int | str:
+    built = [(x, i) for i, x in enumerate(_KERNELS) if x[:2] == (operation, family)]
+    names = tuple(map(_DTYPES.get, dtypes))
+    large_enough = [
+        (x, i)
+        for x, i in built
+        if x[2:4] == names and x.headdim >= headdims[0] and x.headdim_v >= headdims[1]
+    ]
     if not large_enough:
-        return None
-    smallest = min(large_enough, key=sum)
-    return _Kernel(*smallest, frozenset(row[2] for row in rows if row[:2] == smallest))
-
-
-class _Common(NamedTuple):
-    """The arguments that _C.forward and _C.backward share: their first, in this order."""
-
-    family: str
-    kernel_headdim: int
-    kernel_headdim_v: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_k: Tensor | None
-    leftpad_k: Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
-    softmax_scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    alibi_slopes: Tensor | None
-    dropout_p: float
-    rng_state: Tensor | None
-    shared_memory: int
-    stream: int
-
-
-def unsupported(problem: Attention, family: str, direction: str) -> str | None:
-    """Return why ``family`` cannot run this ("has no ..."), or None.
-
-    ``direction`` is "forward" or "backward".
-    """
-    dtype, headdim, headdim_v = problem.q.dtype, problem.headdim, problem.headdim_v
-    kernel = _kernel(family, direction, dtype, headdim, headdim_v)
-    if kernel is None:
-        built = {row[2:5] for row in _ROWS if row[:2] == (family, direction)}
-        names = ", ".join(f"{name} {most}/{most_v}" for name, most, most_v in sorted(built))
+        known = sorted({(x.dtype, x.headdim, x.headdim_v) for x, _ in built})
+        listed = ", ".join(f"{dtype} {most}/{most_v}" for dtype, most, most_v in known)
         return (
-            f"has no {direction} kernel for {dtype} and head dimensions {headdim} of q and k, "
-            f"{headdim_v} of v (this build takes up to {names or 'none'})"
+            f"has no {operation} kernel for {dtypes[0]} and head dimensions {headdims[0]} of q and "
+            f"k, {headdims[1]} of v (this build takes up to {listed or 'none'})"
         )
-    if family == "sm90":
-        if not _are_aligned(problem):
-            return "has no loads of tensors that cannot be moved 16 bytes at a time"
-    elif problem.block_table is not None:
-        return "has no paged cache (block_table)"
-    if direction == "backward" and problem.cache_batch_idx is not None:
-        return "has no backward with cache_batch_idx"
-    if len(kernel.features) < _FEATURE_SETS and _feature_set(problem) not in kernel.features:
-        return f"was built without the {_feature_set(problem)} kernel that this call needs"
-    return None
+    if fitting := [
+        (x.headdim + x.headdim_v, len(x.takes), i) for x, i in large_enough if features <= x.takes
+    ]:
+        return min(fitting)[-1]
+    asked = [name for name in _FEATURES if name in features]
+    for name in asked:
+        if not any(name in x.takes for x, _ in built):
+            return f"has no {operation} with {_FEATURES[name]}"
+    wanted = " and ".join(_FEATURES[name] for name in asked)
+    return f"was built without the {operation} kernel that this call needs, with {wanted}"
+
+
+def _features(problem: Attention) -> frozenset[str]:
+    """What the problem asks for, of ``_FEATURES``."""
+    asked = {
+        "softcap": problem.softcap > 0,
+        "alibi": problem.alibi_slopes is not None,
+        "dropout": problem.drops,
+        "any_alignment": not _are_aligned(problem),
+        "pages": problem.block_table is not None,
+        "cache_slots": problem.cache_batch_idx is not None,
+    }
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """A prepared call for arguments of one layout; it allocates results and workspaces."""
+
+    call: Any  # _C.Call
+    q: int  # the place of q among the arguments
+    # Of each result its shape and dtype, or the place of the argument that it is like.
+    results: tuple[tuple[tuple[int, ...], torch.dtype, int | None], ...]
+    workspaces: tuple[tuple[torch.dtype, int, bool], ...]  # dtype, elements, whether kept zero
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Tensor]:
+        """Return the results."""
+        q = arguments[self.q]
+        results = [
+            q.new_empty(*shape, dtype=dtype) if like is None else torch.empty_like(arguments[like])
+            for shape, dtype, like in self.results
+        ]
+        self.run(arguments, results)
+        return results
+
+    def run(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Write the results."""
+        q = arguments[self.q]
+        stream = torch._C._cuda_getCurrentRawStream(q.get_device())
+        workspaces = [
+            _kept_zero(q.device, stream, dtype, elements)
+            if kept_zero
+            else q.new_empty(elements, dtype=dtype)
+            for dtype, elements, kept_zero in self.workspaces
+        ]
+        self.call.launch(arguments, (*results, *workspaces), stream)
+
+
+class Prepared(NamedTuple):
+    """A prepared call before it is known where among a caller's arguments its tensors are."""
+
+    call: Any  # _C.Call
+    tensors: dict[str, Tensor]
+    results: dict[str, Tensor]
+    like: dict[str, str]  # results that are made like an argument
+
+    def run(self) -> None:
+        """Write ``results`` from ``tensors``."""
+        launch = self._at({name: i for i, name in enumerate(self.tensors)})
+        launch.run(tuple(self.tensors.values()), tuple(self.results.values()))
+
+    def among(self, arguments: Sequence[Any], places: dict[str, int]) -> Launch | None:
+        """Return the launch for a caller's arguments; None if it needs other tensors than those."""
+        for name, x in self.tensors.items():
+            if name not in places or arguments[places[name]] is not x:
+                return None
+        return self._at(places)
+
+    def _at(self, places: dict[str, int]) -> Launch:
+        workspaces = self.call.workspaces
+        behind = [*self.results, *(name for name, *_ in workspaces)]
+        place_of = {**places, **{name: -1 - i for i, name in enumerate(behind)}}
+        return Launch(
+            self.call.at([place_of[name] for name in self.call.names]),
+            places["q"],
+            tuple(
+                (tuple(x.shape), x.dtype, places[self.like[name]] if name in self.like else None)
+                for name, x in self.results.items()
+            ),
+            tuple((_WORKSPACE_DTYPES[dtype], *rest) for _, dtype, *rest in workspaces),
+        )
 
 
 def forward(
@@ -137,63 +242,39 @@ def forward(
     rng_state: Tensor | None,
     return_probs: bool,
     out: Tensor | None = None,
+    remember: Callable[[Prepared], None] | None = None,
     *,
     family: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what tiled.forward does, of a problem that ``unsupported`` has nothing against.
 
-    q, k and v are read in place, whatever their strides.
+    q, k and v are read in place, whatever their strides. ``remember`` is given what ran, if that is
+    all that such calls take.
     """
     if _is_empty(problem):
         return tiled.forward(problem, rng_state, return_probs, out)
     if out is not None and family == "sm90" and not _is_aligned(out):
         result, lse, probs = forward(problem, rng_state, return_probs, family=family)
         return out.copy_(result), lse, probs
-    q, s_aux, table = problem.q, problem.s_aux, problem.block_table
-    common = _common_arguments(problem, rng_state, family, "forward")
+    q, s_aux = problem.q, problem.s_aux
+    tensors = _tensors(problem, rng_state)
+    tensors["s_aux"] = None if s_aux is None else s_aux.float().contiguous()
+    tensors["block_table"] = _contiguous(problem.block_table)
+    if problem.block_table is not None and problem.cu_seqlens_k is not None:
+        tensors |= {"cu_seqlens_k": None, "seqused_k": _lengths_in_pages(problem)}
+    results = {}
     if out is None:
-        out = q.new_empty(*problem.out_shape)
-    lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
-    if table is not None and problem.cu_seqlens_k is not None:
-        common = common._replace(cu_seqlens_k=None, seqused_k=_lengths_in_pages(problem))
-    _C.forward(  # by position: names take 2 us
-        *common,
-        out,
-        lse,
-        _contiguous(problem.cache_batch_idx),
-        None if s_aux is None else s_aux.float().contiguous(),
-        _contiguous(table),
-        _tile_counter(q.device, common.stream) if family == "sm90" else None,
-    )
-    probs = tiled.signed_probabilities(problem, lse, rng_state) if return_probs else None
-    return out, lse, probs
-
-
-class Launch(NamedTuple):
-    """A forward of dense q, k and v that has no other tensors, to be run with any of its key."""
-
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    kernel: tuple[Any, ...]  # the arguments of _C.forward before q, k and v
-    options: tuple[Any, ...]  # and those between them and the stream
-
-    @classmethod
-    def of(cls, problem: Attention, family: str) -> "Launch | None":
-        """Return what ``forward`` does for the problem; None if it is another kind of call."""
-        if problem.dropout_p > 0 or _is_empty(problem):
-            return None
-        common = _common_arguments(problem, None, family, "forward")
-        return cls(problem.out_shape, problem.lse_shape, common[:3], common[6:-1])
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and log-sum-exp."""
-        out = q.new_empty(*self.out_shape)
-        lse = q.new_empty(*self.lse_shape, dtype=torch.float32)
-        stream = torch._C._cuda_getCurrentRawStream(q.get_device())
-        counter = _tile_counter(q.device, stream) if self.kernel[0] == "sm90" else None
-        results = (out, lse, None, None, None, counter)
-        _C.forward(*(*self.kernel, q, k, v, *self.options, stream, *results))
-        return out, lse
+        results["out"] = out = q.new_empty(*problem.out_shape, dtype=problem.out_dtype)
+    else:
+        tensors["out"] = out
+    results["lse"] = lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
+    prepared = _prepare(problem, "forward", family, tensors, results)
+    prepared.run()
+    if return_probs:
+        return out, lse, tiled.signed_probabilities(problem, lse, rng_state)
+    if remember is not None:
+        remember(prepared)
+    return out, lse, None
 
 
 def backward(
@@ -206,52 +287,36 @@ def backward(
     dk: Tensor,
     dv: Tensor,
     rng_state: Tensor | None,
+    remember: Callable[[Prepared], None] | None = None,
     *,
     family: str,
 ) -> Tensor:
     """Write dq, dk and dv; return delta. As tiled.backward; q, k and v are read in place."""
     if _is_empty(problem):
         return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
-    q = problem.q
-    common = _common_arguments(problem, rng_state, family, "backward")
-    if problem.cu_seqlens_q is None:
-        row_tiles = problem.batch * -(-q.shape[1] // 16)
-    else:
-        row_tiles = q.shape[0] // 16 + problem.batch
-    dq_shape = (problem.nheads, row_tiles, 16 * common.kernel_headdim)
-    dq_turn = None
-    if problem.options.deterministic:
-        dq_turn = q.new_zeros(dq_shape[:2], dtype=torch.int32)
-
+    tensors = _tensors(problem, rng_state)
     # The kernels want rows without gaps, which dq, dk, dv, dout and the caller's out may lack.
-    written = [
-        x if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (dq, dk, dv)
-    ]
-    delta = q.new_empty(problem.lse_shape, dtype=torch.float32)
-    # Kernels leave alone the rows of no sequence.
-    if problem.cu_seqlens_q is not None:
-        written[0].zero_()
-        delta.zero_()
-    if not (problem.cu_seqlens_k is problem.seqused_k is problem.leftpad_k is None):
-        written[1].zero_()
-        written[2].zero_()
-    _C.backward(
-        *common,
-        dout=_with_whole_rows(dout),
-        out=_with_whole_rows(out),
-        lse=lse.contiguous(),
-        dlse=_contiguous(dlse),
-        delta=delta,
-        dq=written[0],
-        dk=written[1],
-        dv=written[2],
-        dq_accum=q.new_zeros(dq_shape, dtype=torch.float32),
-        dq_turn=dq_turn,
-    )
-    for gradient, values in zip((dq, dk, dv), written, strict=True):
-        if values is not gradient:
-            gradient.copy_(values)
+    tensors |= {
+        "dout": _with_whole_rows(dout),
+        "out": _with_whole_rows(out),
+        "lse": lse.contiguous(),
+        "dlse": _contiguous(dlse),
+    }
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    written = {
+        name: x if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for name, x in gradients.items()
+    }
+    delta = problem.q.new_empty(problem.lse_shape, dtype=torch.float32)
+    like = {"dq": "q", "dk": "k", "dv": "v"}
+    prepared = _prepare(problem, "backward", family, tensors, written | {"delta": delta}, like)
+    prepared.run()
+    for name, gradient in gradients.items():
+        if written[name] is not gradient:
+            gradient.copy_(written[name])
+            remember = None
+    if remember is not None:
+        remember(prepared)
     return delta
 
 
@@ -267,40 +332,53 @@ def _is_empty(problem: Attention) -> bool:
     )
 
 
-def _common_arguments(
-    problem: Attention, rng_state: Tensor | None, family: str, direction: str
-) -> _Common:
-    q, options = problem.q, problem.options
-    kernel = _kernel(family, direction, q.dtype, problem.headdim, problem.headdim_v)
-    assert kernel is not None, "unsupported() was not asked"
+def _tensors(problem: Attention, rng_state: Tensor | None) -> dict[str, Tensor | None]:
+    """The arguments that forward and backward share, as the kernels want them."""
+    return {
+        "q": problem.q,
+        "k": problem.k,
+        "v": problem.v,
+        "cu_seqlens_q": _contiguous(problem.cu_seqlens_q),
+        "cu_seqlens_k": _contiguous(problem.cu_seqlens_k),
+        "seqused_k": _contiguous(problem.seqused_k),
+        "leftpad_k": _contiguous(problem.leftpad_k),
+        "cache_batch_idx": _contiguous(problem.cache_batch_idx),
+        "alibi_slopes": _contiguous(problem.alibi_slopes),
+        "rng_state": rng_state if problem.drops else None,
+    }
+
+
+def _prepare(
+    problem: Attention,
+    operation: str,
+    family: str,
+    tensors: dict[str, Tensor | None],
+    results: dict[str, Tensor],
+    like: dict[str, str] | None = None,
+) -> Prepared:
+    options = problem.options
+    kernel = _kernel(problem, family, operation)
+    assert isinstance(kernel, int), "unsupported() was not asked"
+    given = {name: x for name, x in tensors.items() if x is not None}
     # max_seqlen_q and max_seqlen_k decide how much is launched, and windows are 32 bits wide.
     max_seqlen_q, max_seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     if problem.cu_seqlens_q is not None:
-        max_seqlen_q = min(max_seqlen_q, q.shape[0])
+        max_seqlen_q = min(max_seqlen_q, problem.q.shape[0])
         max_seqlen_k = min(max_seqlen_k, _rows(problem))
-    return _Common(
-        family,
-        kernel.headdim,
-        kernel.headdim_v,
-        q,
-        problem.k,
-        problem.v,
-        _contiguous(problem.cu_seqlens_q),
-        _contiguous(problem.cu_seqlens_k),
-        _contiguous(problem.seqused_k),
-        _contiguous(problem.leftpad_k),
-        max_seqlen_q,
-        max_seqlen_k,
-        problem.softmax_scale,
-        min(options.window_left, max_seqlen_k),
-        min(options.window_right, max_seqlen_q),
-        options.softcap,
-        _contiguous(problem.alibi_slopes),
-        options.dropout_p,
-        rng_state,
-        _shared_memory,
-        torch._C._cuda_getCurrentRawStream(q.get_device()),
+    call = _C.prepare(
+        kernel,
+        {**given, **results},
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=problem.softmax_scale,
+        window_left=min(options.window_left, max_seqlen_k),
+        window_right=min(options.window_right, max_seqlen_q),
+        softcap=options.softcap,
+        dropout_p=options.dropout_p,
+        deterministic=options.deterministic,
+        shared_memory=_settings["shared_memory"],
     )
+    return Prepared(call, given, results, like or {})
 
 
 def _rows(problem: Attention) -> int:
@@ -324,13 +402,13 @@ def _lengths_in_pages(problem: Attention) -> Tensor:
     return torch.minimum(lengths, problem.leftpad_k.clamp(0, rows) + most)
 
 
-# (device, identity of a stream) -> the tile_counter of the sm90 kernels there
-_tile_counters: dict[tuple[int, int], Tensor] = {}
+# (device, identity of a stream, dtype, elements) -> a workspace that is kept zero
+_kept_zeros: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
 _DEFAULT_STREAM = -1  # which needs no asking
 
 
-def _tile_counter(device: torch.device, stream: int) -> Tensor:
-    """(1,) int32, zero whenever no kernel runs on the stream: a kernel leaves it as it was.
+def _kept_zero(device: torch.device, stream: int, dtype: torch.dtype, elements: int) -> Tensor:
+    """Zeros whenever no kernel runs on the stream: a kernel leaves them as they were.
 
     Kernels of one stream share it since they follow each other. (Its handle does not tell: it may
     be reused while a kernel of a destroyed stream still runs, or mean each thread's own stream.) A
@@ -339,12 +417,13 @@ def _tile_counter(device: torch.device, stream: int) -> Tensor:
     identity = _DEFAULT_STREAM
     if stream != 0:  # the default stream is never captured
         if _is_capturing(device.index):
-            return torch.zeros(1, dtype=torch.int32, device=device)
+            return torch.zeros(elements, dtype=dtype, device=device)
         identity = _C.stream_id(stream)
-    counter = _tile_counters.get((device.index, identity))
-    if counter is None:
-        counter = _tile_counters.setdefault((device.index, identity), _lasting_zero(device))
-    return counter
+    key = (device.index, identity, dtype, elements)
+    zeros = _kept_zeros.get(key)
+    if zeros is None:
+        zeros = _kept_zeros.setdefault(key, _lasting_zeros(device, dtype, elements))
+    return zeros
 
 
 def _is_capturing(device_index: int) -> bool:
@@ -355,17 +434,17 @@ def _is_capturing(device_index: int) -> bool:
         return torch._C._cuda_isCurrentStreamCapturing()
 
 
-def _lasting_zero(device: torch.device) -> Tensor:
-    """(1,) int32, zero for what comes next on the current stream.
+def _lasting_zeros(device: torch.device, dtype: torch.dtype, elements: int) -> Tensor:
+    """(elements,), zero for what comes next on the current stream.
 
     Another thread allocates it, for torch.compile may direct this one to the memory pool of a CUDA
     graph (mode="reduce-overhead"), where it tolerates nothing that outlives the call.
     """
     with ThreadPoolExecutor(1) as executor:
-        zeros = partial(torch.zeros, 1, dtype=torch.int32, device=device)
-        zero = executor.submit(zeros).result()
+        make = partial(torch.zeros, elements, dtype=dtype, device=device)
+        zeros = executor.submit(make).result()
     torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
-    return zero
+    return zeros
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -377,16 +456,10 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _feature_set(problem: Attention) -> str:
-    """Which kernels the extension will choose."""
-    extra = problem.softcap > 0 or problem.drops or problem.alibi_slopes is not None
-    return "full" if extra or not _are_aligned(problem) else "plain"
-
-
 def _are_aligned(problem: Attention) -> bool:
     """Whether q, k and v can be moved 16 bytes at a time."""
     return (
-        (problem.headdim | problem.headdim_v) % 8 == 0
+        (problem.headdim | problem.headdim_v) * problem.q.itemsize % 16 == 0
         and _is_aligned(problem.q)
         and _is_aligned(problem.k)
         and _is_aligned(problem.v)
@@ -398,4 +471,5 @@ def _is_aligned(x: Tensor) -> bool:
     stride = x.stride()
     if torch._C._functorch.is_functorch_wrapped_tensor(x):  # which has no address of its own
         return True
-    return (x.data_ptr() >> 1 | stride[0] | stride[-3] | stride[-2]) % 8 == 0
+    strides = stride[0] | stride[-3] | stride[-2]
+    return x.data_ptr() % 16 == 0 and strides * x.itemsize % 16 == 0

@@ -1,0 +1,346 @@
+#include "call.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+
+#include "host/cuda_check.h"
+#include "kernels.h"
+
+namespace flash {
+namespace {
+
+// Makes a device current for one scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+    changed_ = device != previous_;
+    if (changed_) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+// Bytes of shared memory that one thread block of the device may use.
+int max_shared_memory(int device) {
+  static std::array<std::atomic<int>, 64> known{};
+  const bool cached = device < static_cast<int>(known.size());
+  int bytes = cached ? known[device].load(std::memory_order_relaxed) : 0;
+  if (bytes == 0) {
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "cudaDeviceGetAttribute(MaxSharedMemoryPerBlockOptin)");
+    if (cached) known[device].store(bytes, std::memory_order_relaxed);
+  }
+  return bytes;
+}
+
+template <typename Range>
+std::string join(const Range& values, int count) {
+  std::ostringstream text;
+  for (int i = 0; i < count; ++i) text << (i ? ", " : "(") << std::begin(values)[i];
+  return text.str() + ")";
+}
+
+int to_int(const char* what, int64_t value) {
+  if (value < 1 || value > std::numeric_limits<int>::max()) {
+    throw std::invalid_argument(std::string(what) + ": got " + std::to_string(value) +
+                                "; accepted: from 1 to 2^31 - 1");
+  }
+  return static_cast<int>(value);
+}
+
+using Shape = std::vector<int64_t>;
+
+// Reads the tensors of a call into its parameters and remembers where their addresses go.
+class Reader {
+ public:
+  Reader(const Kernel& kernel, const Tensors& tensors, AttentionParams& params)
+      : kernel_(kernel), tensors_(tensors), params_(params), device_(get("q").device) {
+    if (device_ < 0) throw std::invalid_argument("q: on the CPU; accepted: a CUDA tensor");
+  }
+
+  bool has(const std::string& name) const { return tensors_.count(name) != 0; }
+
+  const TensorView& get(const std::string& name) const {
+    const auto found = tensors_.find(name);
+    if (found == tensors_.end()) throw std::invalid_argument(name + ": missing");
+    return found->second;
+  }
+
+  // (..., heads, dim), dense or packed; its last dimension is contiguous.
+  void operand(const std::string& name, Operand& target, const Shape& shape, DType dtype) {
+    const TensorView& tensor = get(name);
+    const int last = tensor.ndim - 1;
+    if (!matches(tensor, shape, dtype) || (tensor.stride[last] != 1 && tensor.size[last] != 1)) {
+      reject(name, tensor, shape, dtype, "last stride 1");
+    }
+    const int64_t batch_stride = tensor.ndim == 4 ? tensor.stride[0] : 0;
+    const int64_t row_stride = tensor.stride[last - 2], head_stride = tensor.stride[last - 1];
+    const int64_t any = batch_stride | row_stride | head_stride | tensor.size[last];
+    aligned_ = aligned_ && any * size_of(dtype) % 16 == 0 &&
+               reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+    target = {nullptr, batch_stride, row_stride, head_stride};
+    bind(name, target.data);
+  }
+
+  // Null if there is none.
+  template <typename T>
+  void contiguous(const std::string& name, T*& target, const Shape& shape, DType dtype) {
+    if (!has(name)) return;
+    const TensorView& tensor = get(name);
+    int64_t stride = 1;
+    bool valid = matches(tensor, shape, dtype);
+    for (int i = tensor.ndim - 1; valid && i >= 0; --i) {
+      valid = tensor.stride[i] == stride || tensor.size[i] == 1;
+      stride *= tensor.size[i];
+    }
+    if (!valid) reject(name, tensor, shape, dtype, "contiguous");
+    bind(name, target);
+  }
+
+  // Whether every operand so far can be moved 16 bytes at a time.
+  bool aligned() const { return aligned_; }
+  int device() const { return device_; }
+
+  // The tensors read, and where their addresses go in the parameters.
+  const std::vector<std::string>& names() const { return names_; }
+  const std::vector<size_t>& places() const { return places_; }
+
+  void check_all_read() const {
+    for (const auto& [name, tensor] : tensors_) {
+      if (std::find(names_.begin(), names_.end(), name) == names_.end()) {
+        throw std::invalid_argument(name + ": got a tensor; accepted by the " +
+                                    std::string(kernel_.operation) + ": None");
+      }
+    }
+  }
+
+ private:
+  template <typename T>
+  void bind(const std::string& name, T*& target) {
+    names_.push_back(name);
+    places_.push_back(reinterpret_cast<char*>(&target) - reinterpret_cast<char*>(&params_));
+  }
+
+  bool matches(const TensorView& tensor, const Shape& shape, DType dtype) const {
+    return tensor.dtype == dtype && tensor.device == device_ &&
+           std::equal(shape.begin(), shape.end(), tensor.size.begin(),
+                      tensor.size.begin() + tensor.ndim);
+  }
+
+  [[noreturn]] void reject(const std::string& name, const TensorView& tensor, const Shape& shape,
+                           DType dtype, const char* layout) const {
+    std::ostringstream message;
+    message << name << ": got shape " << join(tensor.size, tensor.ndim) << ", strides "
+            << join(tensor.stride, tensor.ndim) << ", dtype " << flash::name(tensor.dtype)
+            << ", device " << tensor.device << ", address " << tensor.data << "; accepted: shape "
+            << join(shape, static_cast<int>(shape.size())) << ", dtype " << flash::name(dtype)
+            << ", device " << device_ << ", " << layout;
+    throw std::invalid_argument(message.str());
+  }
+
+  const Kernel& kernel_;
+  const Tensors& tensors_;
+  AttentionParams& params_;
+  const int device_;
+  bool aligned_ = true;
+  std::vector<std::string> names_;
+  std::vector<size_t> places_;
+};
+
+// The rows and heads of a tensor, with another last dimension.
+Shape rows_of(const TensorView& tensor, int64_t dim) {
+  Shape shape(tensor.size.begin(), tensor.size.begin() + tensor.ndim);
+  shape.back() = dim;
+  return shape;
+}
+
+Shape lse_shape(const AttentionParams& params) {
+  return params.lse_batch_stride == 0 ? Shape{params.nheads, params.total_q}
+                                      : Shape{params.batch, params.nheads, params.total_q};
+}
+
+template <typename Params>
+void read_common(Reader& reader, const Kernel& kernel, const Numbers& numbers, Params& params) {
+  const TensorView &q = reader.get("q"), &k = reader.get("k"), &v = reader.get("v");
+  const bool packed_q = reader.has("cu_seqlens_q"), packed_k = reader.has("cu_seqlens_k");
+  if (q.ndim != (packed_q ? 3 : 4) || k.ndim != (packed_k ? 3 : 4) || v.ndim != k.ndim) {
+    throw std::invalid_argument("q, k, v: got shapes " + join(q.size, q.ndim) + ", " +
+                                join(k.size, k.ndim) + " and " + join(v.size, v.ndim) +
+                                "; accepted: 3 dimensions where packed (cu_seqlens), else 4");
+  }
+  const int64_t nheads = q.size[q.ndim - 2], headdim = q.size[q.ndim - 1];
+  const int64_t nheads_kv = k.size[k.ndim - 2], headdim_v = v.size[v.ndim - 1];
+  params.batch = to_int("batch", packed_q ? reader.get("cu_seqlens_q").size[0] - 1 : q.size[0]);
+  params.nheads = to_int("nheads", nheads);
+  params.nheads_kv = to_int("nheads_kv", nheads_kv);
+  params.headdim = to_int("headdim", headdim);
+  params.headdim_v = to_int("headdim_v", headdim_v);
+  params.total_q = to_int("rows of q", packed_q ? q.size[0] : q.size[1]);
+  params.total_k = to_int("rows of k", packed_k ? k.size[0] : k.size[1]);
+  params.seqlen_q = to_int("max_seqlen_q", packed_q ? numbers.max_seqlen_q : q.size[1]);
+  const int64_t pages = reader.has("block_table") ? reader.get("block_table").size[1] : 1;
+  params.seqlen_k = to_int("max_seqlen_k", packed_k ? numbers.max_seqlen_k : k.size[1] * pages);
+  params.slots_k = packed_k ? 1 : to_int("batch of k", k.size[0]);
+  if (nheads % nheads_kv != 0) {
+    throw std::invalid_argument("nheads: got " + std::to_string(nheads) + " and nheads_kv " +
+                                std::to_string(nheads_kv) + "; accepted: a multiple of nheads_kv");
+  }
+  if (!packed_k && !reader.has("cache_batch_idx") && !reader.has("block_table") &&
+      params.slots_k != params.batch) {
+    throw std::invalid_argument("k: got a batch of " + std::to_string(params.slots_k) +
+                                "; accepted: that of q, " + std::to_string(params.batch));
+  }
+
+  const int64_t batch = params.batch;
+  Shape k_shape = rows_of(k, headdim);
+  k_shape[k.ndim - 2] = nheads_kv;
+  Shape v_shape = k_shape;
+  v_shape.back() = headdim_v;
+  reader.operand("q", params.q, rows_of(q, headdim), kernel.dtype);
+  reader.operand("k", params.k, k_shape, kernel.dtype);
+  reader.operand("v", params.v, v_shape, kernel.dtype);
+  reader.operand("out", params.out, rows_of(q, headdim_v), kernel.out_dtype);
+  params.lse_head_stride = params.total_q;
+  params.lse_batch_stride = packed_q ? 0 : nheads * params.lse_head_stride;
+  reader.contiguous("lse", params.lse, lse_shape(params), DType::kFloat32);
+
+  const auto int32 = [&](const char* argument, const int*& target, int64_t size) {
+    reader.contiguous(argument, target, {size}, DType::kInt32);
+  };
+  int32("cu_seqlens_q", params.cu_seqlens_q, batch + 1);
+  int32("cu_seqlens_k", params.cu_seqlens_k, batch + 1);
+  int32("seqused_k", params.seqused_k, batch);
+  int32("leftpad_k", params.leftpad_k, batch);
+  int32("cache_batch_idx", params.cache_batch_idx, batch);
+
+  params.softmax_scale = numbers.softmax_scale;
+  params.window_left = numbers.window_left;
+  params.window_right = numbers.window_right;
+  params.softcap = numbers.softcap;
+  if (reader.has("alibi_slopes")) {
+    const bool per_batch = reader.get("alibi_slopes").ndim == 2;
+    reader.contiguous("alibi_slopes", params.alibi_slopes,
+                      per_batch ? Shape{batch, nheads} : Shape{nheads}, DType::kFloat32);
+    params.alibi_batch_stride = per_batch ? nheads : 0;
+  }
+  if (reader.has("rng_state")) {
+    // Of 16 random bits those below the threshold drop. At threshold 0 nothing is dropped, and
+    // rng_state is not to be given.
+    const int threshold =
+        to_int("dropout_p * 2^16", std::llrint(std::nearbyint(numbers.dropout_p * 65536.0)));
+    reader.contiguous("rng_state", params.rng_state, {2}, DType::kInt64);
+    params.dropout_bound = static_cast<uint32_t>(threshold) * 65536u - 1;
+    params.dropout_scale = static_cast<float>(1.0 / (1.0 - numbers.dropout_p));
+  }
+}
+
+void read(Reader& reader, const Kernel& kernel, const Numbers& numbers, ForwardParams& params) {
+  read_common(reader, kernel, numbers, params);
+  if (reader.has("block_table")) {
+    const int64_t pages = reader.get("block_table").size[1];
+    reader.contiguous("block_table", params.block_table, {params.batch, pages}, DType::kInt32);
+    params.block_table_stride = pages;
+    params.page_size = to_int("page size", reader.get("k").size[1]);
+  }
+  reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
+}
+
+void read(Reader& reader, const Kernel& kernel, const Numbers& numbers, BackwardParams& params) {
+  read_common(reader, kernel, numbers, params);
+  const TensorView &q = reader.get("q"), &k = reader.get("k");
+  reader.operand("dout", params.dout, rows_of(q, params.headdim_v), kernel.out_dtype);
+  reader.operand("dq", params.dq, rows_of(q, params.headdim), kernel.dtype);
+  reader.operand("dk", params.dk, rows_of(k, params.headdim), kernel.dtype);
+  reader.operand("dv", params.dv, rows_of(k, params.headdim_v), kernel.dtype);
+  reader.contiguous("dlse", params.dlse, lse_shape(params), DType::kFloat32);
+  reader.contiguous("delta", params.delta, lse_shape(params), DType::kFloat32);
+  params.deterministic = numbers.deterministic;
+}
+
+// What the call asks for, of Feature.
+uint32_t features_of(const Reader& reader, const AttentionParams& params) {
+  return (params.softcap > 0 ? kSoftcap : 0) | (reader.has("alibi_slopes") ? kAlibi : 0) |
+         (reader.has("rng_state") ? kDropout : 0) | (params.aligned ? 0 : kAnyAlignment) |
+         (reader.has("block_table") ? kPages : 0) |
+         (reader.has("cache_batch_idx") ? kCacheSlots : 0);
+}
+
+void check_covered(const Kernel& kernel, uint32_t features, const AttentionParams& params) {
+  if (params.headdim > kernel.headdim || params.headdim_v > kernel.headdim_v) {
+    throw std::invalid_argument("kernel: got " + describe(kernel) + " for head dimensions " +
+                                std::to_string(params.headdim) + " and " +
+                                std::to_string(params.headdim_v));
+  }
+  for (size_t i = 0; i < std::size(kFeatureNames); ++i) {
+    if (features & ~kernel.takes & (1u << i)) {
+      throw std::invalid_argument("kernel: got " + describe(kernel) + ", which has no " +
+                                  kFeatureNames[i] + ", for a call that asks for it");
+    }
+  }
+}
+
+}  // namespace
+
+template <typename Params>
+void Call::prepare(const Tensors& tensors, const Numbers& numbers) {
+  static_assert(std::is_trivially_copyable_v<Params>);
+  const auto params = std::make_shared<Params>();
+  Reader reader(*kernel_, tensors, *params);
+  read(reader, *kernel_, numbers, *params);
+  reader.check_all_read();
+  params->aligned = reader.aligned();
+  check_covered(*kernel_, features_of(reader, *params), *params);
+  device_ = reader.device();
+  params->shared_memory =
+      numbers.shared_memory > 0 ? numbers.shared_memory : max_shared_memory(device_);
+  Workspaces workspaces(*params);
+  kernel_->ask_workspaces(*params, workspaces);
+  workspaces_ = workspaces.wanted();
+  names_ = reader.names();
+  places_ = reader.places();
+  for (const Workspace& workspace : workspaces_) {
+    names_.push_back(workspace.name);
+    places_.push_back(workspace.place);
+  }
+  params_ = params;
+  launch_ = [](const Call& call, void* const* addresses, cudaStream_t stream) {
+    Params params = static_cast<const Params&>(*call.params_);
+    for (size_t i = 0; i < call.places_.size(); ++i) {
+      std::memcpy(reinterpret_cast<char*>(&params) + call.places_[i], addresses + i, sizeof(void*));
+    }
+    const DeviceGuard guard(call.device_);
+    call.kernel_->launch(params, stream);
+  };
+}
+
+Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
+    : kernel_(&kernel) {
+  if (kernel.operation == ForwardParams::kOperation) {
+    prepare<ForwardParams>(tensors, numbers);
+  } else if (kernel.operation == BackwardParams::kOperation) {
+    prepare<BackwardParams>(tensors, numbers);
+  } else {
+    throw std::logic_error("no parameters of the operation " + std::string(kernel.operation));
+  }
+}
+
+void Call::launch(void* const* addresses, cudaStream_t stream) const {
+  launch_(*this, addresses, stream);
+}
+
+}  // namespace flash

@@ -1,0 +1,98 @@
+// What a compiled kernel says of itself. Each generated source defines one row; kernels.h has those
+// of this build.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "params.h"
+
+namespace flash {
+
+// What a call may ask for beyond dense sequences of tensors that can be moved 16 bytes at a time.
+enum Feature : uint32_t {
+  kSoftcap = 1 << 0,
+  kAlibi = 1 << 1,
+  kDropout = 1 << 2,
+  kAnyAlignment = 1 << 3,
+  kPages = 1 << 4,       // block_table
+  kCacheSlots = 1 << 5,  // cache_batch_idx
+};
+constexpr const char* kFeatureNames[] = {"softcap",       "alibi", "dropout",
+                                         "any_alignment", "pages", "cache_slots"};
+
+// What the kernels of a feature set take of these, whatever the architecture.
+constexpr uint32_t features_of(FeatureSet set) {
+  return set == FeatureSet::kFull ? kSoftcap | kAlibi | kDropout : 0;
+}
+
+// Memory that a launch needs beside its arguments and results.
+struct Workspace {
+  const char* name;
+  DType dtype;
+  int64_t elements;
+  bool kept_zero;  // zero before and after each launch: launches of a stream share it
+  size_t place;    // of the pointer to it in the operation's parameters
+};
+
+// The workspaces of one call, as its kernel asks for them.
+class Workspaces {
+ public:
+  explicit Workspaces(const AttentionParams& params)
+      : params_(reinterpret_cast<const char*>(&params)) {}
+
+  // pointer: the field of the parameters that it is to be written to
+  template <typename T>
+  void add(const char* name, T* const& pointer, int64_t elements, bool kept_zero = false) {
+    constexpr DType kType = std::is_same_v<T, float> ? DType::kFloat32 : DType::kInt32;
+    static_assert(std::is_same_v<T, float> || std::is_same_v<T, int>);
+    const size_t place = reinterpret_cast<const char*>(&pointer) - params_;
+    wanted_.push_back({name, kType, elements, kept_zero, place});
+  }
+
+  const std::vector<Workspace>& wanted() const { return wanted_; }
+
+ private:
+  const char* params_;
+  std::vector<Workspace> wanted_;
+};
+
+struct Kernel {
+  std::string_view operation, family;  // "forward", "sm80"
+  DType dtype, out_dtype;              // of q, k and v; of the result
+  int headdim, headdim_v;              // the largest that it takes
+  std::string_view features;           // name of its feature set
+  uint32_t takes;                      // of Feature
+  void (*ask_workspaces)(const AttentionParams&, Workspaces&);
+  void (*launch)(const AttentionParams&, cudaStream_t);
+};
+
+// Row: Params, the parameters of the operation; kTakes; workspaces(params, wanted); launch(params,
+// stream). It stands beside the kernel, in <family>/<operation>_launch.cuh.
+template <typename Row>
+constexpr Kernel make_kernel(std::string_view operation, std::string_view family, DType dtype,
+                             DType out_dtype, int headdim, int headdim_v,
+                             std::string_view features) {
+  using Params = typename Row::Params;
+  return {operation,
+          family,
+          dtype,
+          out_dtype,
+          headdim,
+          headdim_v,
+          features,
+          Row::kTakes,
+          [](const AttentionParams& params, Workspaces& wanted) {
+            Row::workspaces(static_cast<const Params&>(params), wanted);
+          },
+          [](const AttentionParams& params, cudaStream_t stream) {
+            Row::launch(static_cast<const Params&>(params), stream);
+          }};
+}
+
+}  // namespace flash
