@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flash_attn._numbers import flag, integer, real
 from flash_attn._numbers import scale as read_scale
 
-_PLAIN_NUMBERS = frozenset((int, float, bool, type(None)))
+PLAIN_NUMBERS = frozenset((int, float, bool, type(None)))
 _STRIDED = torch.strided
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -37,7 +37,7 @@ class Options:
 
 def options(*numbers: Any) -> Options:
     """Check (dropout_p, softmax_scale, causal, window left, right, softcap, deterministic)."""
-    if _PLAIN_NUMBERS.issuperset(map(type, numbers)):  # the value of a tensor may change
+    if PLAIN_NUMBERS.issuperset(map(type, numbers)):  # the value of a tensor may change
         return _remembered_options(*numbers)
     return _check_options(*numbers)
 

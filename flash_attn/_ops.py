@@ -12,6 +12,7 @@ others are those of its PyTorch operations; elsewhere asking for one raises NotI
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -449,6 +450,7 @@ def _operator(
         for i, kind in enumerate(annotations)
         if kind in _numbers.READERS
     ]
+    numbers_of = operator.itemgetter(*(i for i, *_ in numbers))
     first_written = min(map(names.index, destinations))
     end_written = first_written + len(destinations)
     is_attention = backward_of is not None
@@ -471,8 +473,9 @@ def _operator(
         """The operator's arguments: all but the destinations."""
         return [*args[:first_written], *args[end_written:]]
 
+    unwritten = [None] * len(destinations)
+
     def plain_of(operands: Sequence[Any]) -> Any:
-        unwritten = [None] * len(destinations)
         return plain(*operands[:first_written], *unwritten, *operands[first_written:])
 
     def registered(*operands: Any) -> Any:
@@ -508,9 +511,15 @@ def _operator(
     def run(*operands: Any) -> Any:
         return op(*operands) if _is_watched(operands) else plain_of(operands)
 
+    def of_results(*operands: Any) -> Any:
+        return plain(*operands, *unwritten)
+
     function = _autograd_function(name, run, setup_context, backward, no_gradient)
-    # Its own apply looks for functorch transforms, which `routed` has done: 2.5 us.
+    # Of its own, apply looks for functorch transforms, which `routed` has done: 2.5 us.
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    # The same for a call that nothing must see, of an operator whose destinations come last.
+    eager = _autograd_function(name, of_results, setup_context, backward, no_gradient)
+    apply_eager: Callable[..., Any] = super(torch.autograd.Function, eager).apply
 
     def derived(args: list[Any], watched: bool) -> list[Any]:
         """A call that a derivative is wanted of, or that something must see."""
@@ -566,19 +575,28 @@ def _operator(
         special = (
             watched
             or torch._C._are_functorch_transforms_active()
-            or _wants_gradient(args, tensors)
             or (forward_ad._current_level >= 0 and _has_tangent(args))
             or (is_attention and isinstance(args[i_scale], Tensor))
         )
-        if watched:
-            for i in tensors:
-                if isinstance(args[i], Tensor):
-                    _arguments.check_strided(names[i], args[i])
-        output: Any = derived(list(args), watched) if special else plain(*args)
+        output: Any
+        if not special and not _wants_gradient(args, tensors):
+            output = plain(*args)
+        elif not special and is_attention and args[-1] is None and _are_plain(numbers_of(args)):
+            output = apply_eager(*args[:-1])
+        else:
+            if watched:
+                for i in tensors:
+                    if isinstance(args[i], Tensor):
+                        _arguments.check_strided(names[i], args[i])
+            output = derived(list(args), watched)
         return (*output, args[i_state]) if is_attention else output
 
     vars(routed)["__signature__"] = signature
     return routed
+
+
+def _are_plain(numbers: Sequence[Any]) -> bool:
+    return _arguments.PLAIN_NUMBERS.issuperset(map(type, numbers))
 
 
 def _is_watched(args: Sequence[Any]) -> bool:
@@ -697,14 +715,14 @@ def _save_for_backward(
     if probs is not None:
         ctx.mark_non_differentiable(probs)
     ctx.set_materialize_grads(False)
-    options = list(inputs)
+    ctx.options = options = list(inputs)
+    given = len(options)
     saved = [out, lse]
     for i in positions:
-        if i < len(options):  # the dispatcher leaves out the last if they equal their defaults
+        if i < given:  # the dispatcher leaves out the last if they equal their defaults
             saved.append(options[i])
             options[i] = None
     ctx.save_for_backward(*saved)
-    ctx.options = options
 
 
 def _backward_function(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_attn import _backends, _ops, flash_attn_func, use_backend
+from flash_attn import (
+    _backends,
+    _ops,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    use_backend,
+)
 from flash_attn._backends import cuda
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -67,14 +75,14 @@ def on_gpu(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", CHANGES)
-def test_changed_call(change, monkeypatch):
+def test_changed_call(change):
     """Between two equal calls one that differs gives what the tiled backend does."""
     changed, options = CHANGES[change]
     x = inputs()
     others = changed(x)
     with use_backend("tiled"):
         expected = flash_attn_func(*others, **on_gpu(options), return_attn_probs=True)[:2]
-    monkeypatch.setattr(_ops, "_launches", {})
+    launches_of(_ops.flash_attn_forward).clear()
     first = flash_attn_func(*x)
     for _ in range(2):
         results = flash_attn_func(*others, **on_gpu(options), return_attn_probs=True)[:2]
@@ -117,25 +125,151 @@ def test_changed_value_of_a_tensor():
         assert torch.equal(*results)
 
 
+def packed(x: Inputs, bounds: list[int], **options: Any) -> Any:
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    q, k, v = (y.flatten(0, 1) for y in x)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 90, 90, **options)
+
+
+def cached(x: Inputs, lengths: list[int], **options: Any) -> Any:
+    cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return flash_attn_with_kvcache(x[0][:, :3], *x[1:], cache_seqlens=cache_seqlens, **options)
+
+
+def slots(x: Inputs, rows: list[int]) -> Any:
+    index = torch.tensor(rows, dtype=torch.int32, device="cuda")
+    return flash_attn_with_kvcache(x[0][:, :3], *x[1:], cache_batch_idx=index, causal=True)
+
+
+def paged(x: Inputs, pages: list[int]) -> Any:
+    table = torch.tensor([pages, pages[::-1]], dtype=torch.int32, device="cuda")
+    k, v = (y.reshape(-1, 14, 4, 64) for y in x[1:])
+    return flash_attn_with_kvcache(x[0][:, :3], k, v, block_table=table)
+
+
+def with_slopes(x: Inputs, slopes: list[float]) -> Any:
+    return flash_attn_func(*x, alibi_slopes=torch.tensor(slopes, device="cuda"))
+
+
+def with_sinks(x: Inputs, sinks: list[float]) -> Any:
+    return flash_attn_func(*x, s_aux=torch.tensor(sinks, device="cuda"))
+
+
 @pytest.mark.gpu
-def test_known_launches(monkeypatch):
+@pytest.mark.parametrize(
+    ("function", "values"),
+    [
+        (packed, [[0, 60, 140], [0, 85, 100], [0, 0, 90]]),
+        (cached, [[70, 70], [1, 40], [0, 66]]),
+        (slots, [[0, 1], [1, 0], [1, 1]]),
+        (paged, [[0, 1, 2, 3, 4], [9, 0, 8, 1, 7]]),
+        (with_slopes, [[0.5, 0.25, 0.1, 0.0], [0.0, 0.1, 1.0, 2.0]]),
+        (with_sinks, [[0.5, 0.25, 0.1, 0.0], [-9.0, 0.1, 1.0, 9.0]]),
+    ],
+)
+def test_values_of_tensors(function, values):
+    """Calls of one layout: each has the result of its own values."""
+    x = inputs()
+    for _ in range(2):
+        for value in values:
+            with use_backend("tiled"):
+                expected = function(x, value)
+            torch.testing.assert_close(function(x, value), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_one_tensor_in_three_places():
+    """Of a call with one tensor as q, k and v it is the layout that is remembered."""
+    x, y = inputs(), torch.randn(2, 70, 4, 64, device="cuda").bfloat16()
+    flash_attn_func(y, y, y)
+    with use_backend("tiled"):
+        expected = flash_attn_func(*x)
+    torch.testing.assert_close(flash_attn_func(*x), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_dropout_masks_differ():
+    x = inputs()
+    results = [flash_attn_func(*x, dropout_p=0.5) for _ in range(4)]
+    assert not any(torch.equal(a, b) for a, b in combinations(results, 2))
+
+
+DOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x,
+    "strides": another_layout,
+    "expanded": lambda x: x[:1, :1, :1].expand_as(x),
+    "rows with gaps": lambda x: x.mT.contiguous().mT,
+    "address": shifted,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bounds", [None, [0, 60, 130]], ids=["dense", "packed"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients(bounds, deterministic):
+    """Backwards of several layouts of dout, each after the others."""
+    x = tuple(y.requires_grad_() for y in inputs())
+    dout = torch.randn(2, 70, 4, 64, device="cuda").bfloat16()
+
+    def gradients(given: Tensor) -> Any:
+        if bounds is None:
+            out = flash_attn_func(*x, causal=True, deterministic=deterministic)
+        else:
+            out = packed(x, bounds, causal=True, deterministic=deterministic)
+        return torch.autograd.grad(out, x, given.reshape(out.shape))
+
+    for _ in range(2):
+        for change in DOUTS.values():
+            given = change(dout)
+            with use_backend("tiled"):
+                expected = gradients(given)
+            torch.testing.assert_close(gradients(given), expected, atol=5e-2, rtol=5e-2)
+
+
+def launches_of(routed: Callable[..., Any]) -> dict[bytes, Any]:
+    """What a routed function remembers."""
+    cells = dict(zip(routed.__code__.co_freevars, routed.__closure__, strict=True))
+    return vars(cells["plain"].cell_contents)["launches"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "packed", "cached", "backward"])
+def test_known_launches(kind, monkeypatch):
     """The second of two equal calls is not checked again; settings change which calls are equal."""
-    monkeypatch.setattr(_ops, "_launches", {})
+    operator = {
+        "dense": _ops.flash_attn_forward,
+        "packed": _ops.flash_attn_varlen_forward,
+        "cached": _ops.flash_attn_with_kvcache,
+        "backward": _ops.flash_attn_backward,
+    }[kind]
+    launches = launches_of(operator)
+    launches.clear()
     monkeypatch.setattr(_ops, "_MOST_LAUNCHES", 2)
     x = inputs()
-    if cuda.call_key(*x) is None:
+    if cuda.call_key(x, 0) is None:
         pytest.skip("no extension, or a torch without DLPack's interface in C")
+    leaves = tuple(y.clone().requires_grad_() for y in x)
+    call = {
+        "dense": lambda: flash_attn_func(*x),
+        "packed": lambda: packed(x, [0, 60, 140]),
+        "cached": lambda: cached(x, [70, 3]),
+        "backward": lambda: flash_attn_func(*leaves).sum().backward(),
+    }[kind]
     chosen = []
     choose = _backends.choose
     monkeypatch.setattr(_backends, "choose", lambda *a: chosen.append(choose(*a)) or chosen[-1])
-    flash_attn_func(*x)
+    call()
     first = len(chosen)
-    flash_attn_func(*x)
-    assert len(chosen) == first and len(_ops._launches) == 1
+    call()
+    assert len(chosen) == first and len(launches) == 1
     with use_backend("tiled"):
-        flash_attn_func(*x)
+        call()
         assert chosen[-1] == "tiled"
+    call()
+    assert len(launches) == 1
     with cuda.shared_memory_limit(100 * 1024):
-        flash_attn_func(*x)
-    assert len(chosen) > first + 1
-    assert len(_ops._launches) <= 2
+        call()
+    assert len(chosen) > first + 1 and len(launches) == 2
+    with cuda.shared_memory_limit(200 * 1024):
+        call()
+    assert len(launches) == 1
