@@ -62,8 +62,8 @@ std::vector<KernelRow> kernel_rows() {
   std::vector<KernelRow> rows;
   for (const Kernel* kernel : kernels()) {
     std::vector<std::string> takes;
-    for (size_t i = 0; i < std::size(kFeatureNames); ++i) {
-      if (kernel->takes & (1u << i)) takes.emplace_back(kFeatureNames[i]);
+    for (const FeatureName& x : kFeatureNames) {
+      if (kernel->takes & x.feature) takes.emplace_back(x.name);
     }
     rows.emplace_back(kernel->operation, kernel->family, name(kernel->dtype),
                       name(kernel->out_dtype), kernel->headdim, kernel->headdim_v, kernel->features,
@@ -110,20 +110,10 @@ PYBIND11_MODULE(_C, module) {
       .def("launch", &flash::PlacedCall::launch, arg("arguments"), arg("results"), arg("stream"),
            "Launch on `stream`, a cudaStream_t as an integer, with tensors whose shapes, strides, "
            "dtypes, devices and alignment are those that the call was prepared with.");
-  module.def(
-      "prepare",
-      [](size_t kernel, const flash::Tensors& tensors, int64_t max_seqlen_q, int64_t max_seqlen_k,
-         float softmax_scale, int window_left, int window_right, float softcap, double dropout_p,
-         bool deterministic, int shared_memory) {
-        return flash::prepare(kernel, tensors,
-                              {max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right,
-                               softcap, dropout_p, deterministic, shared_memory});
-      },
-      arg("kernel"), arg("tensors"), arg("max_seqlen_q"), arg("max_seqlen_k"), arg("softmax_scale"),
-      arg("window_left"), arg("window_right"), arg("softcap"), arg("dropout_p"),
-      arg("deterministic"), arg("shared_memory"),
-      "Check and read a call of row `kernel` of `kernels()`. tensors: arguments and results by "
-      "name. shared_memory: bytes of a thread block, 0: what the device has.");
+  module.def("prepare", &flash::prepare, arg("kernel"), arg("tensors"), arg("numbers"),
+             "Check and read a call of row `kernel` of `kernels()`. tensors: arguments and results "
+             "by name; numbers: the others. shared_memory: bytes of a thread block, 0: what the "
+             "device has.");
   module.def("call_key", &flash::call_key, arg("arguments"), arg("settings"),
              "What a call of these arguments depends on, but for the addresses and values of its "
              "tensors, as bytes; None if they are not all plain CUDA tensors, numbers of Python or "

@@ -68,12 +68,23 @@ using Shape = std::vector<int64_t>;
 // Reads the tensors of a call into its parameters and remembers where their addresses go.
 class Reader {
  public:
-  Reader(const Kernel& kernel, const Tensors& tensors, AttentionParams& params)
-      : kernel_(kernel), tensors_(tensors), params_(params), device_(get("q").device) {
+  Reader(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers,
+         AttentionParams& params)
+      : kernel_(kernel),
+        tensors_(tensors),
+        numbers_(numbers),
+        params_(params),
+        device_(get("q").device) {
     if (device_ < 0) throw std::invalid_argument("q: on the CPU; accepted: a CUDA tensor");
   }
 
   bool has(const std::string& name) const { return tensors_.count(name) != 0; }
+
+  double number(const std::string& name) const {
+    const auto found = numbers_.find(name);
+    if (found == numbers_.end()) throw std::invalid_argument(name + ": missing");
+    return found->second;
+  }
 
   const TensorView& get(const std::string& name) const {
     const auto found = tensors_.find(name);
@@ -155,6 +166,7 @@ class Reader {
 
   const Kernel& kernel_;
   const Tensors& tensors_;
+  const Numbers& numbers_;
   AttentionParams& params_;
   const int device_;
   bool aligned_ = true;
@@ -175,7 +187,7 @@ Shape lse_shape(const AttentionParams& params) {
 }
 
 template <typename Params>
-void read_common(Reader& reader, const Kernel& kernel, const Numbers& numbers, Params& params) {
+void read_common(Reader& reader, const Kernel& kernel, Params& params) {
   const TensorView &q = reader.get("q"), &k = reader.get("k"), &v = reader.get("v");
   const bool packed_q = reader.has("cu_seqlens_q"), packed_k = reader.has("cu_seqlens_k");
   if (q.ndim != (packed_q ? 3 : 4) || k.ndim != (packed_k ? 3 : 4) || v.ndim != k.ndim) {
@@ -192,9 +204,10 @@ void read_common(Reader& reader, const Kernel& kernel, const Numbers& numbers, P
   params.headdim_v = to_int("headdim_v", headdim_v);
   params.total_q = to_int("rows of q", packed_q ? q.size[0] : q.size[1]);
   params.total_k = to_int("rows of k", packed_k ? k.size[0] : k.size[1]);
-  params.seqlen_q = to_int("max_seqlen_q", packed_q ? numbers.max_seqlen_q : q.size[1]);
+  params.seqlen_q = to_int("max_seqlen_q", packed_q ? reader.number("max_seqlen_q") : q.size[1]);
   const int64_t pages = reader.has("block_table") ? reader.get("block_table").size[1] : 1;
-  params.seqlen_k = to_int("max_seqlen_k", packed_k ? numbers.max_seqlen_k : k.size[1] * pages);
+  params.seqlen_k =
+      to_int("max_seqlen_k", packed_k ? reader.number("max_seqlen_k") : k.size[1] * pages);
   params.slots_k = packed_k ? 1 : to_int("batch of k", k.size[0]);
   if (nheads % nheads_kv != 0) {
     throw std::invalid_argument("nheads: got " + std::to_string(nheads) + " and nheads_kv " +
@@ -228,10 +241,9 @@ void read_common(Reader& reader, const Kernel& kernel, const Numbers& numbers, P
   int32("leftpad_k", params.leftpad_k, batch);
   int32("cache_batch_idx", params.cache_batch_idx, batch);
 
-  params.softmax_scale = numbers.softmax_scale;
-  params.window_left = numbers.window_left;
-  params.window_right = numbers.window_right;
-  params.softcap = numbers.softcap;
+  visit_numbers(params, [&](const char* name, auto& field) {
+    field = static_cast<std::decay_t<decltype(field)>>(reader.number(name));
+  });
   if (reader.has("alibi_slopes")) {
     const bool per_batch = reader.get("alibi_slopes").ndim == 2;
     reader.contiguous("alibi_slopes", params.alibi_slopes,
@@ -241,16 +253,16 @@ void read_common(Reader& reader, const Kernel& kernel, const Numbers& numbers, P
   if (reader.has("rng_state")) {
     // Of 16 random bits those below the threshold drop. At threshold 0 nothing is dropped, and
     // rng_state is not to be given.
-    const int threshold =
-        to_int("dropout_p * 2^16", std::llrint(std::nearbyint(numbers.dropout_p * 65536.0)));
+    const double dropout_p = reader.number("dropout_p");
+    const int threshold = to_int("dropout_p * 2^16", std::llrint(dropout_p * 65536.0));
     reader.contiguous("rng_state", params.rng_state, {2}, DType::kInt64);
     params.dropout_bound = static_cast<uint32_t>(threshold) * 65536u - 1;
-    params.dropout_scale = static_cast<float>(1.0 / (1.0 - numbers.dropout_p));
+    params.dropout_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
   }
 }
 
-void read(Reader& reader, const Kernel& kernel, const Numbers& numbers, ForwardParams& params) {
-  read_common(reader, kernel, numbers, params);
+void read(Reader& reader, const Kernel& kernel, ForwardParams& params) {
+  read_common(reader, kernel, params);
   if (reader.has("block_table")) {
     const int64_t pages = reader.get("block_table").size[1];
     reader.contiguous("block_table", params.block_table, {params.batch, pages}, DType::kInt32);
@@ -260,8 +272,8 @@ void read(Reader& reader, const Kernel& kernel, const Numbers& numbers, ForwardP
   reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
 }
 
-void read(Reader& reader, const Kernel& kernel, const Numbers& numbers, BackwardParams& params) {
-  read_common(reader, kernel, numbers, params);
+void read(Reader& reader, const Kernel& kernel, BackwardParams& params) {
+  read_common(reader, kernel, params);
   const TensorView &q = reader.get("q"), &k = reader.get("k");
   reader.operand("dout", params.dout, rows_of(q, params.headdim_v), kernel.out_dtype);
   reader.operand("dq", params.dq, rows_of(q, params.headdim), kernel.dtype);
@@ -269,27 +281,23 @@ void read(Reader& reader, const Kernel& kernel, const Numbers& numbers, Backward
   reader.operand("dv", params.dv, rows_of(k, params.headdim_v), kernel.dtype);
   reader.contiguous("dlse", params.dlse, lse_shape(params), DType::kFloat32);
   reader.contiguous("delta", params.delta, lse_shape(params), DType::kFloat32);
-  params.deterministic = numbers.deterministic;
 }
 
-// What the call asks for, of Feature.
-uint32_t features_of(const Reader& reader, const AttentionParams& params) {
-  return (params.softcap > 0 ? kSoftcap : 0) | (reader.has("alibi_slopes") ? kAlibi : 0) |
-         (reader.has("rng_state") ? kDropout : 0) | (params.aligned ? 0 : kAnyAlignment) |
-         (reader.has("block_table") ? kPages : 0) |
-         (reader.has("cache_batch_idx") ? kCacheSlots : 0);
-}
-
-void check_covered(const Kernel& kernel, uint32_t features, const AttentionParams& params) {
+void check_covered(const Kernel& kernel, const Numbers& numbers, const Reader& reader,
+                   const AttentionParams& params) {
   if (params.headdim > kernel.headdim || params.headdim_v > kernel.headdim_v) {
     throw std::invalid_argument("kernel: got " + describe(kernel) + " for head dimensions " +
                                 std::to_string(params.headdim) + " and " +
                                 std::to_string(params.headdim_v));
   }
-  for (size_t i = 0; i < std::size(kFeatureNames); ++i) {
-    if (features & ~kernel.takes & (1u << i)) {
-      throw std::invalid_argument("kernel: got " + describe(kernel) + ", which has no " +
-                                  kFeatureNames[i] + ", for a call that asks for it");
+  for (const auto& [feature, name, argument] : kFeatureNames) {
+    const auto number = numbers.find(argument);
+    const bool asked = feature == kAnyAlignment  ? !params.aligned
+                       : number != numbers.end() ? number->second != 0
+                                                 : reader.has(argument);
+    if (asked && !(kernel.takes & feature)) {
+      throw std::invalid_argument("kernel: got " + describe(kernel) + ", which has no " + name +
+                                  ", for a call that asks for it");
     }
   }
 }
@@ -300,14 +308,13 @@ template <typename Params>
 void Call::prepare(const Tensors& tensors, const Numbers& numbers) {
   static_assert(std::is_trivially_copyable_v<Params>);
   const auto params = std::make_shared<Params>();
-  Reader reader(*kernel_, tensors, *params);
-  read(reader, *kernel_, numbers, *params);
+  Reader reader(*kernel_, tensors, numbers, *params);
+  read(reader, *kernel_, *params);
   reader.check_all_read();
   params->aligned = reader.aligned();
-  check_covered(*kernel_, features_of(reader, *params), *params);
+  check_covered(*kernel_, numbers, reader, *params);
   device_ = reader.device();
-  params->shared_memory =
-      numbers.shared_memory > 0 ? numbers.shared_memory : max_shared_memory(device_);
+  if (params->shared_memory == 0) params->shared_memory = max_shared_memory(device_);
   Workspaces workspaces(*params);
   kernel_->ask_workspaces(*params, workspaces);
   workspaces_ = workspaces.wanted();

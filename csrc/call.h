@@ -17,19 +17,12 @@
 
 namespace flash {
 
-// The arguments that are numbers, of all operations.
-struct Numbers {
-  int64_t max_seqlen_q, max_seqlen_k;  // of packed sequences
-  float softmax_scale;
-  int window_left, window_right;
-  float softcap;
-  double dropout_p;
-  bool deterministic;
-  int shared_memory;  // bytes that a thread block may use; 0: what the device has
-};
-
 // Arguments and results by name; what is not there is None.
 using Tensors = std::map<std::string, TensorView>;
+
+// max_seqlen_q and max_seqlen_k (of packed sequences), dropout_p, and those of visit_numbers
+// (params.h). shared_memory 0: what the device has.
+using Numbers = std::map<std::string, double>;
 
 class Call {
  public:

@@ -14,23 +14,6 @@
 
 namespace flash {
 
-// What a call may ask for beyond dense sequences of tensors that can be moved 16 bytes at a time.
-enum Feature : uint32_t {
-  kSoftcap = 1 << 0,
-  kAlibi = 1 << 1,
-  kDropout = 1 << 2,
-  kAnyAlignment = 1 << 3,
-  kPages = 1 << 4,       // block_table
-  kCacheSlots = 1 << 5,  // cache_batch_idx
-};
-constexpr const char* kFeatureNames[] = {"softcap",       "alibi", "dropout",
-                                         "any_alignment", "pages", "cache_slots"};
-
-// What the kernels of a feature set take of these, whatever the architecture.
-constexpr uint32_t features_of(FeatureSet set) {
-  return set == FeatureSet::kFull ? kSoftcap | kAlibi | kDropout : 0;
-}
-
 // Memory that a launch needs beside its arguments and results.
 struct Workspace {
   const char* name;

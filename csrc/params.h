@@ -13,6 +13,33 @@ enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32, kInt32, kInt64, kOth
 // 16 bytes at a time; kPlain has none of them.
 enum class FeatureSet : uint8_t { kPlain, kFull };
 
+// What a call may ask for beyond dense sequences of tensors that can be moved 16 bytes at a time.
+enum Feature : uint32_t {
+  kSoftcap = 1 << 0,
+  kAlibi = 1 << 1,
+  kDropout = 1 << 2,
+  kAnyAlignment = 1 << 3,
+  kPages = 1 << 4,
+  kCacheSlots = 1 << 5,
+};
+
+// Its name, and the argument that asks for it: a tensor that is given, or a number that is not 0.
+struct FeatureName {
+  Feature feature;
+  const char* name;
+  const char* argument;
+};
+constexpr FeatureName kFeatureNames[] = {
+    {kSoftcap, "softcap", "softcap"},   {kAlibi, "alibi", "alibi_slopes"},
+    {kDropout, "dropout", "rng_state"}, {kAnyAlignment, "any_alignment", ""},
+    {kPages, "pages", "block_table"},   {kCacheSlots, "cache_slots", "cache_batch_idx"},
+};
+
+// What the kernels of a feature set take of these, whatever the architecture.
+constexpr uint32_t features_of(FeatureSet set) {
+  return set == FeatureSet::kFull ? kSoftcap | kAlibi | kDropout : 0;
+}
+
 // Element (b, i, h, d) of a tensor (batch, rows, heads, dim) lies at data + b * batch_stride +
 // i * row_stride + h * head_stride + d. A packed tensor (rows, heads, dim) has batch_stride 0.
 struct Operand {
@@ -61,9 +88,22 @@ struct AttentionParams {
   uint32_t dropout_bound;
   float dropout_scale;
 
+  bool deterministic;  // two runs give the same bits
+
   // Bytes that a thread block may use: tiles are chosen by it.
   int shared_memory;
 };
+
+// The parameters that are numbers as they are given: visit(name, field).
+template <typename Visit>
+void visit_numbers(AttentionParams& params, Visit visit) {
+  visit("softmax_scale", params.softmax_scale);
+  visit("window_left", params.window_left);
+  visit("window_right", params.window_right);
+  visit("softcap", params.softcap);
+  visit("deterministic", params.deterministic);
+  visit("shared_memory", params.shared_memory);
+}
 
 struct ForwardParams : AttentionParams {
   static constexpr std::string_view kOperation = "forward";
@@ -100,7 +140,6 @@ struct BackwardParams : AttentionParams {
   // One counter for each (head, row tile), zero at the start: whose turn it is to add. Null: no
   // order, the result may differ in its last bits from run to run.
   int* dq_turn;
-  bool deterministic;
 };
 
 }  // namespace flash

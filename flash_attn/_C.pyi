@@ -14,15 +14,7 @@ class Call:
 def prepare(
     kernel: int,
     tensors: dict[str, Tensor],
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    shared_memory: int,
+    numbers: dict[str, float],
 ) -> Call: ...
 def call_key(arguments: tuple[Any, ...], settings: int) -> bytes | None: ...
 def stream_id(stream: int) -> int: ...

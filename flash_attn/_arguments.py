@@ -108,6 +108,18 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
         return round(self.options.dropout_p * 2**16) > 0
 
     @property
+    def features(self) -> frozenset[str]:
+        """What the problem asks for that not every implementation has."""
+        asked = {
+            "softcap": self.softcap > 0,
+            "alibi": self.alibi_slopes is not None,
+            "dropout": self.drops,
+            "pages": self.block_table is not None,
+            "cache_slots": self.cache_batch_idx is not None,
+        }
+        return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+
+    @property
     def is_varlen(self) -> bool:
         return self.cu_seqlens_q is not None
 

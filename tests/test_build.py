@@ -275,7 +275,7 @@ def prepare(operation: str, device: str, kernel: int | None = None, **changes: A
     tensors |= {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in changes.items()}
     tensors = {name: x for name, x in tensors.items() if x is not None}
     place = place_of(operation) if kernel is None else kernel
-    return cuda._C.prepare(place, tensors, **numbers)
+    return cuda._C.prepare(place, tensors, numbers)
 
 
 @built

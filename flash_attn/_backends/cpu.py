@@ -19,6 +19,7 @@ _backward = getattr(torch.ops.aten, f"{_NAME}_backward", None)
 
 # In float16 its forward is no faster than tiles; its backward took 5 times as long (EPYC, AVX-512).
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_FEATURES = {"pages", "cache_slots"}  # where rows lie: the caller has gathered them
 
 
 def covers(a: Attention) -> bool:
@@ -30,9 +31,7 @@ def covers(a: Attention) -> bool:
         and a.headdim == a.headdim_v
         and a.window_left < 0
         and a.window_right <= 0
-        and a.softcap == 0
-        and a.alibi_slopes is None
-        and not a.drops
+        and a.features <= _FEATURES
         and a.softmax_scale > 0  # else a masked score may be 0 * -inf
         and a.q.dtype in _DTYPES
         and not (a.q.dtype == torch.bfloat16 and a.max_seqlen_q == 1)  # 2.4 times as long as tiles

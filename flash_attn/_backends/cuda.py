@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class Kernel(NamedTuple):
     headdim: int  # the largest that it takes, of q and k
     headdim_v: int  # and of v
     feature_set: str
-    takes: frozenset[str]  # what a call may ask for: keys of _FEATURES
+    takes: frozenset[str]  # features that a call may have: see _features
 
 
 try:
@@ -44,11 +45,8 @@ except ModuleNotFoundError as error:  # not built; an extension that is there bu
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _WORKSPACE_DTYPES = {"fp32": torch.float32, "int32": torch.int32}
 
-# What a call may ask for that not every kernel takes.
-_FEATURES = {
-    "softcap": "softcap",
-    "alibi": "alibi_slopes",
-    "dropout": "dropout",
+# Features of a call, as messages name them where their name will not do.
+_DESCRIPTIONS = {
     "any_alignment": "tensors that cannot be moved 16 bytes at a time",
     "pages": "a paged cache (block_table)",
     "cache_slots": "cache_batch_idx",
@@ -146,25 +144,17 @@ def _smallest_kernel(
         (x.headdim + x.headdim_v, len(x.takes), i) for x, i in large_enough if features <= x.takes
     ]:
         return min(fitting)[-1]
-    asked = [name for name in _FEATURES if name in features]
-    for name in asked:
+    described = {name: _DESCRIPTIONS.get(name, name) for name in sorted(features)}
+    for name, description in described.items():
         if not any(name in x.takes for x, _ in built):
-            return f"has no {operation} with {_FEATURES[name]}"
-    wanted = " and ".join(_FEATURES[name] for name in asked)
+            return f"has no {operation} with {description}"
+    wanted = " and ".join(described.values())
     return f"was built without the {operation} kernel that this call needs, with {wanted}"
 
 
 def _features(problem: Attention) -> frozenset[str]:
-    """What the problem asks for, of ``_FEATURES``."""
-    asked = {
-        "softcap": problem.softcap > 0,
-        "alibi": problem.alibi_slopes is not None,
-        "dropout": problem.drops,
-        "any_alignment": not _are_aligned(problem),
-        "pages": problem.block_table is not None,
-        "cache_slots": problem.cache_batch_idx is not None,
-    }
-    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+    """What the problem asks for that not every kernel takes."""
+    return problem.features if _are_aligned(problem) else problem.features | {"any_alignment"}
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -356,7 +346,6 @@ def _prepare(
     results: dict[str, Tensor],
     like: dict[str, str] | None = None,
 ) -> Prepared:
-    options = problem.options
     kernel = _kernel(problem, family, operation)
     assert isinstance(kernel, int), "unsupported() was not asked"
     given = {name: x for name, x in tensors.items() if x is not None}
@@ -365,19 +354,16 @@ def _prepare(
     if problem.cu_seqlens_q is not None:
         max_seqlen_q = min(max_seqlen_q, problem.q.shape[0])
         max_seqlen_k = min(max_seqlen_k, _rows(problem))
-    call = _C.prepare(
-        kernel,
-        {**given, **results},
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=problem.softmax_scale,
-        window_left=min(options.window_left, max_seqlen_k),
-        window_right=min(options.window_right, max_seqlen_q),
-        softcap=options.softcap,
-        dropout_p=options.dropout_p,
-        deterministic=options.deterministic,
-        shared_memory=_settings["shared_memory"],
-    )
+    numbers = {
+        **asdict(problem.options),
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "softmax_scale": problem.softmax_scale,
+        "window_left": min(problem.window_left, max_seqlen_k),
+        "window_right": min(problem.window_right, max_seqlen_q),
+        "shared_memory": _settings["shared_memory"],
+    }
+    call = _C.prepare(kernel, {**given, **results}, numbers)
     return Prepared(call, given, results, like or {})
 
 
