@@ -49,8 +49,15 @@ struct ForwardMaps {
   CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v)
 };
 
+// The rows of a tile: `rows` queries of `group` heads each, heads fastest.
+struct TileRows {
+  int rows;
+  int group;                  // 1, or all query heads that read the same keys
+  unsigned group_reciprocal;  // row * this >> 16 = row / group
+};
+
 // What the host decides about a launch.
-struct ForwardSchedule : TileSchedule {
+struct ForwardSchedule : TileRows, TileSchedule {
   int key_box_rows;  // keys that one box of TMA holds; divides kBlockN
   bool draw_early;   // with one stream: the next tile is drawn before it is wanted
   bool clear_tail;   // there may be anything but zeros behind a sequence's last value
@@ -69,10 +76,10 @@ struct TileRange {
   // first and last. n_last < n_first: there is none.
   int n_first, n_last, n_start, n_end;
 
-  __device__ TileRange(const ForwardParams& params, const TileSchedule& schedule, const Tile& tile)
+  __device__ TileRange(const ForwardParams& params, const TileRows& of_tile, const Tile& tile)
       : sequence(params, tile.batch),
-        m_begin(tile.m_block * schedule.rows),
-        m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
+        m_begin(tile.block * of_tile.rows),
+        m_end(min(m_begin + of_tile.rows, sequence.seqlen_q)),
         position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
         mask{sequence.seqlen_k, 0, params.window_left, params.window_right} {
     const int last_position = position + m_end - m_begin - 1;
@@ -109,10 +116,23 @@ struct TileRange {
 
 // ---- Scheduler ---------------------------------------------------------------------------------
 
+// Tiles are blocks of queries: how many each sequence has, for the scheduler.
+struct QueryBlocks {
+  const ForwardParams& params;
+  const TileRows& of_tile;
+
+  __device__ bool packed() const { return params.cu_seqlens_q != nullptr; }
+  __device__ int batch() const { return params.batch; }
+  __device__ int of_sequence(int batch) const {
+    return (Sequence(params, batch).seqlen_q + of_tile.rows - 1) / of_tile.rows;
+  }
+};
+
 template <typename SharedStorage>
 __device__ void distribute_tiles(const ForwardParams& params, const ForwardSchedule& schedule,
                                  SharedStorage& shared, int lane) {
-  TileScheduler scheduler(params, schedule, blockIdx.x, gridDim.x, lane);
+  TileScheduler scheduler(params.tile_counter, schedule, QueryBlocks{params, schedule}, blockIdx.x,
+                          gridDim.x, lane);
   Ring<kTileSlots> ring;
   Ring<1> wanted_ring;
   const auto draw = [&] {
@@ -146,9 +166,8 @@ struct Producer {
 
   __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
     wait(shared.k_empty[k_ring.stage()], k_ring.phase() ^ 1);
-    load_keys<Config::kBlockN, Config::kHeadDim>(
-        shared.k[k_ring.stage()], maps.k, shared.k_full[k_ring.stage()], params,
-        schedule.key_box_rows, sequence, tile.batch, n, tile.head_kv, lane);
+    load_keys<Config::kHeadDim>(shared.k[k_ring.stage()], maps.k, shared.k_full[k_ring.stage()],
+                                tile, sequence, n);
     k_ring.advance();
   }
 
@@ -157,9 +176,8 @@ struct Producer {
     const int valid_rows = sequence.seqlen_k - n;
     const bool clear = schedule.clear_tail && valid_rows < Config::kBlockN;
     uint64_t& full = shared.v_full[v_ring.stage()];
-    load_keys<Config::kBlockN, Config::kHeadDimV>(
-        shared.v[v_ring.stage()], maps.v, clear ? shared.tail_full : full, params,
-        schedule.key_box_rows, sequence, tile.batch, n, tile.head_kv, lane);
+    load_keys<Config::kHeadDimV>(shared.v[v_ring.stage()], maps.v, clear ? shared.tail_full : full,
+                                 tile, sequence, n);
     if (clear) {
       wait(shared.tail_full, tail_ring.phase());
       tail_ring.advance();
@@ -173,8 +191,26 @@ struct Producer {
     const int stage = q_ring.stage();
     wait(shared.q_empty[stage], q_ring.phase() ^ 1);
     q_ring.advance();
-    load_queries<Config::kBlockM, Config::kHeadDim>(shared.q[stage], maps.q, shared.q_full[stage],
-                                                    schedule, tile, sequence, m_begin, lane);
+    uint64_t& full = shared.q_full[stage];
+    constexpr int kQParts = kParts<Config::kHeadDim>;
+    if (lane == 0) arrive_expecting(full, schedule.rows * schedule.group * kQParts * kPartRowBytes);
+    __syncwarp();
+    if (lane < kQParts) {
+      const int part = ptx::opaque(lane);
+      load_box(shared.q[stage] + lane * Config::kBlockM * kBoxCols, maps.q, full, part,
+               ptx::opaque(tile.head) % schedule.heads_of_kv, sequence.q_first + m_begin,
+               tile.head_kv, sequence.q_batch);
+    }
+  }
+
+ private:
+  template <int kCols>
+  __device__ void load_keys(typename Config::T* block, const CUtensorMap& map, uint64_t& full,
+                            const Tile& tile, const Sequence& sequence, int n) {
+    const BlockTable table{params.block_table, params.block_table_stride, params.page_size,
+                           params.slots_k, params.seqlen_k};
+    const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first, tile.head_kv, table};
+    load_rows<Config::kBlockN, kCols>(block, map, full, rows, n, schedule.key_box_rows, lane);
   }
 };
 
@@ -213,8 +249,10 @@ __device__ void produce_values(Producer<Config> producer) {
 // The work of all three in one warp.
 template <typename Config>
 __device__ void produce_all(Producer<Config> producer, int stream) {
-  TileScheduler scheduler(producer.params, producer.schedule, stream * gridDim.x + blockIdx.x,
-                          Config::kStreams * gridDim.x, producer.lane);
+  TileScheduler scheduler(producer.params.tile_counter, producer.schedule,
+                          QueryBlocks{producer.params, producer.schedule},
+                          stream * gridDim.x + blockIdx.x, Config::kStreams * gridDim.x,
+                          producer.lane);
   Ring<kTileSlots> tile_ring;
   for (;; scheduler.next()) {
     const Tile tile = scheduler.tile();
@@ -342,7 +380,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     const auto finish_softmax = [&] {
       // What it needs of the sequence is read again instead of occupying registers.
       const Sequence sequence(params, ptx::opaque(tile.batch));
-      const int m_begin = ptx::opaque(tile.m_block) * schedule.rows;
+      const int m_begin = ptx::opaque(tile.block) * schedule.rows;
       float lse[2];
       finish_rows(softmax, kFull && dropout.enabled ? dropout.scale : 1.f, factors, lse,
                   WarpTeam());

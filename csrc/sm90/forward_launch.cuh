@@ -52,8 +52,8 @@ ForwardSchedule make_schedule(const ForwardParams& params) {
   schedule.group_reciprocal = (65536 + schedule.group - 1) / schedule.group;
   schedule.heads = params.nheads / schedule.group;
   schedule.heads_of_kv = schedule.heads / params.nheads_kv;
-  schedule.m_blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
-  schedule.tiles = schedule.m_blocks * schedule.heads * params.batch;
+  schedule.blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
+  schedule.tiles = schedule.blocks * schedule.heads * params.batch;
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   const int64_t head_bytes = int64_t{2} * params.seqlen_k * (params.headdim + params.headdim_v);
@@ -63,9 +63,9 @@ ForwardSchedule make_schedule(const ForwardParams& params) {
   };
   schedule.section = heads_of(masked ? kSectionBytes / head_bytes : 1);
   const int64_t last_tiles =
-      masked && schedule.m_blocks >= kMinBlocks ? int64_t{kLastTiles} * multiprocessors() : 1;
+      masked && schedule.blocks >= kMinBlocks ? int64_t{kLastTiles} * multiprocessors() : 1;
   schedule.last_section =
-      std::min(heads_of(last_tiles / (int64_t{1} * schedule.m_blocks * schedule.heads_of_kv) + 1),
+      std::min(heads_of(last_tiles / (int64_t{1} * schedule.blocks * schedule.heads_of_kv) + 1),
                heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv));
   // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
   // they had better not be reserved for a busy thread block.
