@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/pipeline.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
@@ -90,14 +91,11 @@ struct ForwardConfig {
     alignas(1024) T q[kQStages][kParts<kHeadDim> * kBlockM * kBoxCols];
     alignas(1024) T k[kStages][kParts<kHeadDim> * kBlockN * kBoxCols];
     alignas(1024) T v[kStages][kParts<kHeadDimV> * kBlockN * kBoxCols];
-    // Barriers of the pipelines (pipeline.cuh).
-    uint64_t q_full[kQStages], q_empty[kQStages];
-    uint64_t k_full[kStages], k_empty[kStages];
-    uint64_t v_full[kStages], v_empty[kStages];
+    Pipeline<kQStages> q_pipeline;
+    Pipeline<kStages> k_pipeline, v_pipeline;
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
-    uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+    TilePipeline tiles;
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
-    Tile tiles[kTileSlots];
   };
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -133,26 +133,26 @@ __device__ void distribute_tiles(const ForwardParams& params, const ForwardSched
                                  SharedStorage& shared, int lane) {
   TileScheduler scheduler(params.tile_counter, schedule, QueryBlocks{params, schedule}, blockIdx.x,
                           gridDim.x, lane);
-  Ring<kTileSlots> ring;
-  Ring<1> wanted_ring;
+  TilePipeline::State tile_state;
+  PipelineState<1> wanted_state;
   const auto draw = [&] {
     scheduler.next();
     return scheduler.tile();
   };
   for (Tile tile = scheduler.tile();;) {
-    send_tile(shared, tile, ring, lane);
+    shared.tiles.send(tile, tile_state, lane);
     if (tile.batch < 0) return;
     if (schedule.draw_early) tile = draw();
     // There is room for the next tile's keys: whoever is done first shall have it.
-    wait(shared.tile_wanted, wanted_ring.phase());
-    wanted_ring.advance();
+    wait(shared.tile_wanted, wanted_state.phase());
+    wanted_state.advance();
     if (!schedule.draw_early) tile = draw();
   }
 }
 
 // ---- Producers ---------------------------------------------------------------------------------
 
-// A warp that loads: how far it is in each ring that it fills.
+// A warp that loads: how far it is in each pipeline that it fills.
 template <typename Config>
 struct Producer {
   const ForwardParams& params;
@@ -160,38 +160,38 @@ struct Producer {
   const ForwardSchedule& schedule;
   typename Config::SharedStorage& shared;
   const int lane;
-  Ring<Config::kStages> k_ring, v_ring;
-  Ring<Config::kQStages> q_ring;
-  Ring<1> tail_ring;
+  PipelineState<Config::kStages> k_state, v_state;
+  PipelineState<Config::kQStages> q_state;
+  PipelineState<1> tail_state;
 
   __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
-    wait(shared.k_empty[k_ring.stage()], k_ring.phase() ^ 1);
-    load_keys<Config::kHeadDim>(shared.k[k_ring.stage()], maps.k, shared.k_full[k_ring.stage()],
-                                tile, sequence, n);
-    k_ring.advance();
+    shared.k_pipeline.wait_empty(k_state);
+    load_keys<Config::kHeadDim>(shared.k[k_state.stage()], maps.k,
+                                shared.k_pipeline.full[k_state.stage()], tile, sequence, n);
+    k_state.advance();
   }
 
   __device__ void load_v(const Tile& tile, const Sequence& sequence, int n) {
-    wait(shared.v_empty[v_ring.stage()], v_ring.phase() ^ 1);
+    shared.v_pipeline.wait_empty(v_state);
     const int valid_rows = sequence.seqlen_k - n;
     const bool clear = schedule.clear_tail && valid_rows < Config::kBlockN;
-    uint64_t& full = shared.v_full[v_ring.stage()];
-    load_keys<Config::kHeadDimV>(shared.v[v_ring.stage()], maps.v, clear ? shared.tail_full : full,
+    uint64_t& full = shared.v_pipeline.full[v_state.stage()];
+    load_keys<Config::kHeadDimV>(shared.v[v_state.stage()], maps.v, clear ? shared.tail_full : full,
                                  tile, sequence, n);
     if (clear) {
-      wait(shared.tail_full, tail_ring.phase());
-      tail_ring.advance();
-      clear_tail<Config::kBlockN, Config::kHeadDimV>(shared.v[v_ring.stage()], valid_rows, lane);
+      wait(shared.tail_full, tail_state.phase());
+      tail_state.advance();
+      clear_tail<Config::kBlockN, Config::kHeadDimV>(shared.v[v_state.stage()], valid_rows, lane);
       arrive_of_warp(full, lane);
     }
-    v_ring.advance();
+    v_state.advance();
   }
 
   __device__ void load_q(const Tile& tile, const Sequence& sequence, int m_begin) {
-    const int stage = q_ring.stage();
-    wait(shared.q_empty[stage], q_ring.phase() ^ 1);
-    q_ring.advance();
-    uint64_t& full = shared.q_full[stage];
+    const int stage = q_state.stage();
+    shared.q_pipeline.wait_empty(q_state);
+    q_state.advance();
+    uint64_t& full = shared.q_pipeline.full[stage];
     constexpr int kQParts = kParts<Config::kHeadDim>;
     if (lane == 0) arrive_expecting(full, schedule.rows * schedule.group * kQParts * kPartRowBytes);
     __syncwarp();
@@ -220,9 +220,9 @@ template <typename Config>
 __device__ void produce_keys(Producer<Config> producer) {
   auto& shared = producer.shared;
   const int lane = producer.lane;
-  Ring<kTileSlots> tile_ring;
+  TilePipeline::State tile_state;
   for (;;) {
-    const Tile tile = receive_tile(shared, tile_ring, lane);
+    const Tile tile = shared.tiles.receive(tile_state, lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
     if (!range.has_keys()) arrive_of_warp(shared.tile_wanted, lane);
@@ -237,9 +237,9 @@ __device__ void produce_keys(Producer<Config> producer) {
 // Loads the values of the same blocks.
 template <typename Config>
 __device__ void produce_values(Producer<Config> producer) {
-  Ring<kTileSlots> tile_ring;
+  TilePipeline::State tile_state;
   for (;;) {
-    const Tile tile = receive_tile(producer.shared, tile_ring, producer.lane);
+    const Tile tile = producer.shared.tiles.receive(tile_state, producer.lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
     range.for_each_block([&](int n) { producer.load_v(tile, range.sequence, n); });
@@ -253,10 +253,10 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
                           QueryBlocks{producer.params, producer.schedule},
                           stream * gridDim.x + blockIdx.x, Config::kStreams * gridDim.x,
                           producer.lane);
-  Ring<kTileSlots> tile_ring;
+  TilePipeline::State tile_state;
   for (;; scheduler.next()) {
     const Tile tile = scheduler.tile();
-    send_tile(producer.shared, tile, tile_ring, producer.lane);
+    producer.shared.tiles.send(tile, tile_state, producer.lane);
     if (tile.batch < 0) return;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
     range.for_each_block([&](int n) {
@@ -303,9 +303,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
   if (next_warpgroup == 0) pass_turn(0);
 
-  Ring<Config::kStages> ring;  // of V; K is taken from its place or from the next
-  Ring<Config::kQStages> q_ring;
-  Ring<kTileSlots> tile_ring;
+  PipelineState<Config::kStages> kv_state;  // of V; K is taken from its place or from the next
+  PipelineState<Config::kQStages> q_state;
+  TilePipeline::State tile_state;
   float scores[1][kColTiles][4];
   // Rows of a tile are queries of `group` heads, heads fastest.
   const auto query_of = [&](int row) {  // from the tile's first query on
@@ -314,7 +314,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   const int first_query = query_of(warpgroup * kWarpgroupRows);
   const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
   for (;;) {
-    const Tile tile = receive_tile(shared, tile_ring, lane);
+    const Tile tile = shared.tiles.receive(tile_state, lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(params, schedule, tile);
     const auto head_of = [&](int row) {
@@ -359,21 +359,23 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       }
     };
 
-    const auto begin_scores = [&](Ring<Config::kStages> k) {
-      start_multiply<T, Config::kHeadDim, Config::kBlockM>(scores[0], q_at(q_ring.stage()),
+    const auto begin_scores = [&](PipelineState<Config::kStages> k) {
+      start_multiply<T, Config::kHeadDim, Config::kBlockM>(scores[0], q_at(q_state.stage()),
                                                            k_at(k.stage()));
     };
-    const auto begin_output = [&] { start_multiply_accumulate<T>(out[0], p, v_at(ring.stage())); };
-    const auto wait_for_k = [&](Ring<Config::kStages> k) {
-      wait(shared.k_full[k.stage()], k.phase());
+    const auto begin_output = [&] {
+      start_multiply_accumulate<T>(out[0], p, v_at(kv_state.stage()));
     };
-    const auto wait_for_v = [&] { wait(shared.v_full[ring.stage()], ring.phase()); };
-    const auto wait_for_q = [&] { wait(shared.q_full[q_ring.stage()], q_ring.phase()); };
-    const auto release_k = [&](Ring<Config::kStages> k) {
-      arrive_of_warp(shared.k_empty[k.stage()], lane);
+    const auto wait_for_k = [&](PipelineState<Config::kStages> k) {
+      shared.k_pipeline.wait_full(k);
     };
-    const auto release_q = [&] { arrive_of_warp(shared.q_empty[q_ring.stage()], lane); };
-    const auto release_v = [&] { arrive_of_warp(shared.v_empty[ring.stage()], lane); };
+    const auto wait_for_v = [&] { shared.v_pipeline.wait_full(kv_state); };
+    const auto wait_for_q = [&] { shared.q_pipeline.wait_full(q_state); };
+    const auto release_k = [&](PipelineState<Config::kStages> k) {
+      shared.k_pipeline.release(k, lane);
+    };
+    const auto release_q = [&] { shared.q_pipeline.release(q_state, lane); };
+    const auto release_v = [&] { shared.v_pipeline.release(kv_state, lane); };
 
     float factors[2];
     T* targets[2];
@@ -406,8 +408,8 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     // Around a diagonal a warpgroup may see none of the first blocks. Without queries it sees none.
     while (more && n >= seen_end) {
       more = n != range.n_end;
-      wait_for_k(ring);
-      release_k(ring);
+      wait_for_k(kv_state);
+      release_k(kv_state);
       if (!more) {
         wait_for_q();
         release_q();
@@ -416,32 +418,32 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       release_v();
       take_turn();
       pass_turn(next_warpgroup);
-      ring.advance();
+      kv_state.advance();
       n = range.next_block(n);
     }
     if (more) {
       wait_for_q();
-      wait_for_k(ring);
-      begin_scores(ring);
+      wait_for_k(kv_state);
+      begin_scores(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
-      release_k(ring);
+      release_k(kv_state);
       if (kReleaseQEarly && n == range.n_end) release_q();
       softmax_block(std::true_type(), n);
       // Each step: the scores of the next block of keys, and the output of this one.
       while (n != range.n_end) {
         n = range.next_block(n);
         wait_for_v();
-        wait_for_k(ring.next());
+        wait_for_k(kv_state.next());
         take_turn();
-        begin_scores(ring.next());
+        begin_scores(kv_state.next());
         begin_output();
         pass_turn(next_warpgroup);
         ptx::wgmma_wait<1>(scores[0]);
-        release_k(ring.next());
+        release_k(kv_state.next());
         if (kReleaseQEarly && n == range.n_end) release_q();
         ptx::wgmma_wait<0>(out[0]);
         release_v();
-        ring.advance();
+        kv_state.advance();
         softmax_block(std::false_type(), n);
       }
       if (!kReleaseQEarly) release_q();
@@ -452,13 +454,13 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       finish_softmax();
       ptx::wgmma_wait<0>(out[0]);
       release_v();
-      ring.advance();
+      kv_state.advance();
       store_output();
     } else if (has_queries) {
       finish_softmax();
       store_output();
     }
-    if (range.has_keys()) q_ring.advance();
+    if (range.has_keys()) q_state.advance();
   }
 }
 
@@ -475,21 +477,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < Config::kStreams) {
     auto& shared = shared_of_stream[threadIdx.x];
-    for (int i = 0; i < Config::kQStages; ++i) {
-      init_barrier(shared.q_full[i], 1);
-      init_barrier(shared.q_empty[i], Config::kConsumerWarps);
-    }
+    shared.q_pipeline.init(Config::kConsumerWarps);
+    shared.k_pipeline.init(Config::kConsumerWarps);
+    shared.v_pipeline.init(Config::kConsumerWarps);
     init_barrier(shared.tail_full, 1);
-    for (int i = 0; i < Config::kStages; ++i) {
-      init_barrier(shared.k_full[i], 1);
-      init_barrier(shared.k_empty[i], Config::kConsumerWarps);
-      init_barrier(shared.v_full[i], 1);
-      init_barrier(shared.v_empty[i], Config::kConsumerWarps);
-    }
-    for (int i = 0; i < kTileSlots; ++i) {
-      init_barrier(shared.tile_full[i], 1);
-      init_barrier(shared.tile_empty[i], Config::kConsumerWarps + Config::kReceivers);
-    }
+    shared.tiles.init(Config::kConsumerWarps + Config::kReceivers);
     init_barrier(shared.tile_wanted, 1);
     fence_barrier_init();
   }

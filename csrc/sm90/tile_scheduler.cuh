@@ -121,24 +121,24 @@ class TileScheduler {
   int tiles_ = 0;        // before them; in the end of all sequences
 };
 
-// By the warp that draws. shared: has tile_full, tile_empty and tiles, (kTileSlots) each
-template <typename SharedStorage>
-__device__ void send_tile(SharedStorage& shared, const Tile& tile, Ring<kTileSlots>& ring,
-                          int lane) {
-  wait(shared.tile_empty[ring.stage()], ring.phase() ^ 1);
-  if (lane == 0) shared.tiles[ring.stage()] = tile;
-  arrive_of_warp(shared.tile_full[ring.stage()], lane);
-  ring.advance();
-}
+// Tiles on their way from the warp that draws them to those that work on them, in shared memory.
+struct TilePipeline : Pipeline<kTileSlots> {
+  Tile slots[kTileSlots];
 
-// By each warp that works on tiles drawn by another; `ring` is the caller's.
-template <typename SharedStorage>
-__device__ Tile receive_tile(SharedStorage& shared, Ring<kTileSlots>& ring, int lane) {
-  wait(shared.tile_full[ring.stage()], ring.phase());
-  const Tile tile = shared.tiles[ring.stage()];
-  arrive_of_warp(shared.tile_empty[ring.stage()], lane);
-  ring.advance();
-  return tile;
-}
+  // Each side has its own `state`, which advances.
+  __device__ void send(const Tile& tile, State& state, int lane) {
+    wait_empty(state);
+    if (lane == 0) slots[state.stage()] = tile;
+    arrive_of_warp(full[state.stage()], lane);
+    state.advance();
+  }
+  __device__ Tile receive(State& state, int lane) {
+    wait_full(state);
+    const Tile tile = slots[state.stage()];
+    release(state, lane);
+    state.advance();
+    return tile;
+  }
+};
 
 }  // namespace flash::sm90
