@@ -6,8 +6,8 @@
 //   producers  two warps: have TMA load Q of the tile and its blocks of keys, and those of values
 //   consumers  two or three warpgroups: own 64 queries each, scores and output in registers
 //
-// Blocks are taken from the last to the first; with ALiBi they start at the diagonal (TileRange).
-// Where a tile needs few registers, a thread block works on two streams of tiles
+// Blocks are taken from the last to the first; with ALiBi they start at the diagonal
+// (key_blocks.cuh). Where a tile needs few registers, a thread block works on two streams of tiles
 // (forward_config.cuh). Each has its own consumers, and one warp that schedules and loads.
 // A warp that would be idle clears the rows of no sequence.
 //
@@ -32,6 +32,7 @@
 #include "ptx/setmaxnreg.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
+#include "sm90/key_blocks.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
@@ -66,51 +67,24 @@ struct ForwardSchedule : TileRows, TileSchedule {
 // One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some.
 template <typename Config>
 struct TileRange {
-  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
 
   Sequence sequence;
   int m_begin, m_end;
-  int position;  // of query m_begin among the keys
-  Mask mask;     // of positions: its shift is 0
-  // First keys, multiples of kBlockN: of the first and the last block, and of those that are taken
-  // first and last. n_last < n_first: there is none.
-  int n_first, n_last, n_start, n_end;
+  int position, last_position;  // of queries m_begin and m_end - 1 among the keys
+  Mask mask;                    // of positions: its shift is 0
+  KeyBlocks<Config::kBlockN, kFull> blocks;
 
   __device__ TileRange(const ForwardParams& params, const TileRows& of_tile, const Tile& tile)
       : sequence(params, tile.batch),
         m_begin(tile.block * of_tile.rows),
         m_end(min(m_begin + of_tile.rows, sequence.seqlen_q)),
         position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
-        mask{sequence.seqlen_k, 0, params.window_left, params.window_right} {
-    const int last_position = position + m_end - m_begin - 1;
-    const int begin = mask.first_key(position), end = mask.end_key(last_position);
-    n_first = begin / kBlockN * kBlockN;
-    n_last = begin < end ? (end - 1) / kBlockN * kBlockN : n_first - kBlockN;
-    n_start = n_last;
-    n_end = n_first;
-    if (Config::kFeatures == FeatureSet::kFull && params.alibi_slopes != nullptr) {
-      // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
-      n_start = min(max(n_first, last_position / kBlockN * kBlockN), n_last);
-      if (n_start < n_last) n_end = n_start + kBlockN;
-    }
-  }
-
-  __device__ bool has_keys() const { return n_first <= n_last; }
-
-  // The block that is taken after the one at n: the one before it, at last those behind the start.
-  __device__ int next_block(int n) const {
-    return Config::kFeatures == FeatureSet::kFull && n == n_first ? n_last : n - kBlockN;
-  }
-
-  // Calls function(n) for each block.
-  template <typename Function>
-  __device__ void for_each_block(Function function) const {
-    if (!has_keys()) return;
-#pragma unroll 1
-    for (int n = n_start;; n = next_block(n)) {
-      function(n);
-      if (n == n_end) return;
-    }
+        last_position(position + m_end - m_begin - 1),
+        mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
+        blocks(mask.first_key(position), mask.end_key(last_position)) {
+    // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
+    if (kFull && params.alibi_slopes != nullptr) blocks.start_at(last_position);
   }
 };
 
@@ -225,11 +199,11 @@ __device__ void produce_keys(Producer<Config> producer) {
     const Tile tile = shared.tiles.receive(tile_state, lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
-    if (!range.has_keys()) arrive_of_warp(shared.tile_wanted, lane);
-    range.for_each_block([&](int n) {
-      producer.load_k(tile, range.sequence, n);
-      if (n == range.n_end) arrive_of_warp(shared.tile_wanted, lane);
-      if (n == range.n_start) producer.load_q(tile, range.sequence, range.m_begin);
+    if (range.blocks.empty()) arrive_of_warp(shared.tile_wanted, lane);
+    range.blocks.for_each([&](const auto& block) {
+      producer.load_k(tile, range.sequence, block.key());
+      if (block.is_last()) arrive_of_warp(shared.tile_wanted, lane);
+      if (block.is_first()) producer.load_q(tile, range.sequence, range.m_begin);
     });
   }
 }
@@ -242,7 +216,8 @@ __device__ void produce_values(Producer<Config> producer) {
     const Tile tile = producer.shared.tiles.receive(tile_state, producer.lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
-    range.for_each_block([&](int n) { producer.load_v(tile, range.sequence, n); });
+    range.blocks.for_each(
+        [&](const auto& block) { producer.load_v(tile, range.sequence, block.key()); });
   }
 }
 
@@ -259,10 +234,10 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
     producer.shared.tiles.send(tile, tile_state, producer.lane);
     if (tile.batch < 0) return;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
-    range.for_each_block([&](int n) {
-      producer.load_k(tile, range.sequence, n);
-      if (n == range.n_start) producer.load_q(tile, range.sequence, range.m_begin);
-      producer.load_v(tile, range.sequence, n);
+    range.blocks.for_each([&](const auto& block) {
+      producer.load_k(tile, range.sequence, block.key());
+      if (block.is_first()) producer.load_q(tile, range.sequence, range.m_begin);
+      producer.load_v(tile, range.sequence, block.key());
     });
   }
 }
@@ -403,11 +378,11 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       store_accumulators<T, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0], lane);
     };
 
-    int n = range.n_start;
-    bool more = range.has_keys();
+    auto block = range.blocks;
+    bool more = !block.empty();
     // Around a diagonal a warpgroup may see none of the first blocks. Without queries it sees none.
-    while (more && n >= seen_end) {
-      more = n != range.n_end;
+    while (more && block.key() >= seen_end) {
+      more = !block.is_last();
       wait_for_k(kv_state);
       release_k(kv_state);
       if (!more) {
@@ -419,7 +394,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       take_turn();
       pass_turn(next_warpgroup);
       kv_state.advance();
-      n = range.next_block(n);
+      block.advance();
     }
     if (more) {
       wait_for_q();
@@ -427,11 +402,11 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       begin_scores(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
       release_k(kv_state);
-      if (kReleaseQEarly && n == range.n_end) release_q();
-      softmax_block(std::true_type(), n);
+      if (kReleaseQEarly && block.is_last()) release_q();
+      softmax_block(std::true_type(), block.key());
       // Each step: the scores of the next block of keys, and the output of this one.
-      while (n != range.n_end) {
-        n = range.next_block(n);
+      while (!block.is_last()) {
+        block.advance();
         wait_for_v();
         wait_for_k(kv_state.next());
         take_turn();
@@ -440,11 +415,11 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
         pass_turn(next_warpgroup);
         ptx::wgmma_wait<1>(scores[0]);
         release_k(kv_state.next());
-        if (kReleaseQEarly && n == range.n_end) release_q();
+        if (kReleaseQEarly && block.is_last()) release_q();
         ptx::wgmma_wait<0>(out[0]);
         release_v();
         kv_state.advance();
-        softmax_block(std::false_type(), n);
+        softmax_block(std::false_type(), block.key());
       }
       if (!kReleaseQEarly) release_q();
       wait_for_v();
@@ -460,7 +435,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       finish_softmax();
       store_output();
     }
-    if (range.has_keys()) q_state.advance();
+    if (!block.empty()) q_state.advance();
   }
 }
 
