@@ -61,9 +61,11 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   }
 }
 
-template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, bool kLong>
+template <typename T_, typename Out_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
+          bool kLong>
 struct ForwardConfig {
-  using T = T_;
+  using T = T_;      // of Q, K and V
+  using Out = Out_;  // of the output
   static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kLong);
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
@@ -85,12 +87,12 @@ struct ForwardConfig {
                 65536 / kThreads / 8 * 8 * (kStreams * kConsumers + 1));
 
   static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3));
-  static_assert(kBlockN % 16 == 0 && kHeadDimV <= kHeadDim);
+  static_assert(kBlockN % kWgmmaDepth<T> == 0 && kHeadDimV <= kHeadDim);
 
   struct SharedStorage {  // of a stream
-    alignas(1024) T q[kQStages][kParts<kHeadDim> * kBlockM * kBoxCols];
-    alignas(1024) T k[kStages][kParts<kHeadDim> * kBlockN * kBoxCols];
-    alignas(1024) T v[kStages][kParts<kHeadDimV> * kBlockN * kBoxCols];
+    alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
+    alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
+    alignas(1024) T v[kStages][kTileSize<T, kBlockN, kHeadDimV>];
     Pipeline<kQStages> q_pipeline;
     Pipeline<kStages> k_pipeline, v_pipeline;
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first

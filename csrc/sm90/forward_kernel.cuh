@@ -43,7 +43,7 @@
 
 namespace flash::sm90 {
 
-// Boxes have kBoxCols columns; outside the tensors they read zeros.
+// Boxes have kBoxCols<T> columns; outside the tensors they read zeros.
 struct ForwardMaps {
   CUtensorMap q;  // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
   CUtensorMap k;  // (slots, nheads_kv, rows, headdim), box: key_box_rows
@@ -129,6 +129,8 @@ __device__ void distribute_tiles(const ForwardParams& params, const ForwardSched
 // A warp that loads: how far it is in each pipeline that it fills.
 template <typename Config>
 struct Producer {
+  using T = typename Config::T;
+
   const ForwardParams& params;
   const ForwardMaps& maps;
   const ForwardSchedule& schedule;
@@ -166,12 +168,12 @@ struct Producer {
     shared.q_pipeline.wait_empty(q_state);
     q_state.advance();
     uint64_t& full = shared.q_pipeline.full[stage];
-    constexpr int kQParts = kParts<Config::kHeadDim>;
+    constexpr int kQParts = kParts<T, Config::kHeadDim>;
     if (lane == 0) arrive_expecting(full, schedule.rows * schedule.group * kQParts * kPartRowBytes);
     __syncwarp();
     if (lane < kQParts) {
       const int part = ptx::opaque(lane);
-      load_box(shared.q[stage] + lane * Config::kBlockM * kBoxCols, maps.q, full, part,
+      load_box(shared.q[stage] + lane * Config::kBlockM * kBoxCols<T>, maps.q, full, part,
                ptx::opaque(tile.head) % schedule.heads_of_kv, sequence.q_first + m_begin,
                tile.head_kv, sequence.q_batch);
     }
@@ -179,8 +181,8 @@ struct Producer {
 
  private:
   template <int kCols>
-  __device__ void load_keys(typename Config::T* block, const CUtensorMap& map, uint64_t& full,
-                            const Tile& tile, const Sequence& sequence, int n) {
+  __device__ void load_keys(T* block, const CUtensorMap& map, uint64_t& full, const Tile& tile,
+                            const Sequence& sequence, int n) {
     const BlockTable table{params.block_table, params.block_table_stride, params.page_size,
                            params.slots_k, params.seqlen_k};
     const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first, tile.head_kv, table};
@@ -251,6 +253,7 @@ template <typename Config>
 __device__ void consume(const ForwardParams& params, const ForwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
+  using Out = typename Config::Out;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kColTiles = kBlockN / 8, kOutTiles = Config::kHeadDimV / 8;
@@ -261,10 +264,10 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
 
   // (The compiler shall know that a stage is the same in all lanes.)
   const auto q_at = [&](int stage) {
-    return k_major(shared.q[warp_uniform(stage)], warpgroup * kWarpgroupRows);
+    return KMajor<T, Config::kBlockM>(shared.q[warp_uniform(stage)], warpgroup * kWarpgroupRows);
   };
-  const auto k_at = [&](int stage) { return k_major(shared.k[warp_uniform(stage)]); };
-  const auto v_at = [&](int stage) { return mn_major<kBlockN>(shared.v[warp_uniform(stage)]); };
+  const auto k_at = [&](int stage) { return KMajor<T, kBlockN>(shared.k[warp_uniform(stage)]); };
+  const auto v_at = [&](int stage) { return MnMajor<T, kBlockN>(shared.v[warp_uniform(stage)]); };
 
   // Whoever holds its turn issues matmuls while the others are at their softmax. Two streams mix by
   // themselves.
@@ -310,7 +313,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     SoftmaxState<1> softmax(scale_log2, sinks, lane % 4 == 0);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     const Dropout dropout(params, tile.batch, tile.head);
-    uint32_t p[kColTiles / 2][4];
+    uint32_t p[kBlockN / kWgmmaDepth<T>][4];
     const auto softmax_block = [&](auto first, int n) {
       constexpr bool kFirst = decltype(first)::value;
       const int key = n + lane % 4 * 2;
@@ -335,8 +338,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     };
 
     const auto begin_scores = [&](PipelineState<Config::kStages> k) {
-      start_multiply<T, Config::kHeadDim, Config::kBlockM>(scores[0], q_at(q_state.stage()),
-                                                           k_at(k.stage()));
+      start_multiply<T, Config::kHeadDim>(scores[0], q_at(q_state.stage()), k_at(k.stage()));
     };
     const auto begin_output = [&] {
       start_multiply_accumulate<T>(out[0], p, v_at(kv_state.stage()));
@@ -353,7 +355,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     const auto release_v = [&] { shared.v_pipeline.release(kv_state, lane); };
 
     float factors[2];
-    T* targets[2];
+    Out* targets[2];
     const auto finish_softmax = [&] {
       // What it needs of the sequence is read again instead of occupying registers.
       const Sequence sequence(params, ptx::opaque(tile.batch));
@@ -366,7 +368,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
         const int row = first_row + half * 8, query = m_begin + query_of(row);
         const int head = head_of(row), place = sequence.q_first + query;
         const bool valid = row < schedule.rows * schedule.group && query < sequence.seqlen_q;
-        targets[half] = valid ? rows_of<T>(params.out, sequence.q_batch, place, head) : nullptr;
+        targets[half] = valid ? rows_of<Out>(params.out, sequence.q_batch, place, head) : nullptr;
         if (valid && lane % 4 == 0) {
           params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride +
                      place] = lse[half];
@@ -375,7 +377,8 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     };
     const auto store_output = [&] {
       rescale_output(out, factors);
-      store_accumulators<T, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0], lane);
+      store_accumulators<Out, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0],
+                                                             lane);
     };
 
     auto block = range.blocks;
@@ -481,7 +484,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (helper < kStreams) produce_all(producer, helper);
     }
     if (helper == 3 && params.cu_seqlens_q != nullptr) {
-      clear_gaps<typename Config::T>(params, blockIdx.x, gridDim.x, lane);
+      clear_gaps<typename Config::Out>(params, blockIdx.x, gridDim.x, lane);
     }
   }
 }

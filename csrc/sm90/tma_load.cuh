@@ -33,21 +33,21 @@ struct SequenceRows {
 };
 
 // Has TMA copy a box of rows of part `part`, by one lane.
-// box: (rows, kBoxCols), in a tile
+// box: (rows, kBoxCols<T>), in a tile
 // place: of the box's first row in the map's outer dimensions, innermost first
 template <typename T, typename... Place>
 __device__ void load_box(T* box, const CUtensorMap& map, uint64_t& full, int part, Place... place) {
   cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, box, &map,
-                                  {part * kBoxCols, place...}, &full);
+                                  {part * kBoxCols<T>, place...}, &full);
 }
 
 // Loads `rows`, kRows from `row` on, in boxes of box_rows: a lane takes a box.
-// tile: (kParts<kCols>, kRows, kBoxCols)
+// tile: (kParts<T, kCols>, kRows, kBoxCols<T>)
 template <int kRows, int kCols, typename T>
 __device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const SequenceRows& rows,
                           int row, int box_rows, int lane) {
   const BlockTable& table = rows.table;
-  if (lane == 0) arrive_expecting(full, kRows * kParts<kCols> * kPartRowBytes);
+  if (lane == 0) arrive_expecting(full, sizeof(T) * kTileSize<T, kRows, kCols>);
   __syncwarp();
 #pragma unroll 1  // registers are few here
   for (int box_row = ptx::opaque(lane) * box_rows; box_row < kRows; box_row += 32 * box_rows) {
@@ -60,8 +60,8 @@ __device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const
       slot_row %= table.page_size;
     }
 #pragma unroll
-    for (int part = 0; part < kParts<kCols>; ++part) {
-      load_box(tile + (part * kRows + box_row) * kBoxCols, map, full, part, slot_row, rows.head,
+    for (int part = 0; part < kParts<T, kCols>; ++part) {
+      load_box(tile + (part * kRows + box_row) * kBoxCols<T>, map, full, part, slot_row, rows.head,
                slot);
     }
   }
@@ -71,12 +71,12 @@ __device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const
 // sequence's last. Their probabilities are 0, but 0 * NaN is NaN.
 template <int kRows, int kCols, typename T>
 __device__ void clear_tail(T* tile, int valid_rows, int lane) {
-  constexpr int kChunks = kBoxCols / 8;  // of a row of a part
+  constexpr int kChunks = kPartRowBytes / sizeof(uint4);  // of a row of a part
 #pragma unroll 1
   for (int i = valid_rows * kChunks + lane; i < kRows * kChunks; i += 32) {
 #pragma unroll
-    for (int part = 0; part < kParts<kCols>; ++part) {
-      auto* const rows = reinterpret_cast<uint4*>(tile + part * kRows * kBoxCols);
+    for (int part = 0; part < kParts<T, kCols>; ++part) {
+      auto* const rows = reinterpret_cast<uint4*>(tile + part * kRows * kBoxCols<T>);
       rows[i] = make_uint4(0, 0, 0, 0);
     }
   }
