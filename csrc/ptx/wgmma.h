@@ -2,8 +2,8 @@
 //
 // D, (64, N) in registers: warp w of the group holds rows 16 w .. 16 w + 15, each 8 columns like an
 // accumulator of m16n8 (ptx/mma_sync.h), d[n] being columns 8 n .. 8 n + 7.
-// A, (64, 16): in registers like the A operand of m16n8k16, or in shared memory. B, (16, N): in
-// shared memory. What lies there is given by a descriptor.
+// A, (64, K): in registers like the A operand of m16n8k16, or in shared memory. B, (K, N): in
+// shared memory. What lies there is given by a descriptor. K is 32 bytes: 16 elements of 16 bits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -83,34 +83,33 @@ __device__ inline void wgmma_wait(float (&d)[kTiles][4]) {
 #define FLASH_REGISTERS_15 FLASH_REGISTERS_14, FLASH_REGISTERS(14)
 #define FLASH_REGISTERS_16 FLASH_REGISTERS_15, FLASH_REGISTERS(15)
 
-// d += a * b, or d = a * b. kTransB: b is MN-major. The numbers are those of the operands after d.
+// d += a * b, or d = a * b. kTransB: b is MN-major. The type of a and b chooses the instruction; it
+// has one line in FLASH_WGMMA. The numbers are those of the operands after d.
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions: wgmma.mma_async"
-#define FLASH_WGMMA_OF(N, GROUPS, T, TYPE, I0, I1, I2, I3, I4, I5, I6)                            \
-  template <int kTransB>                                                                          \
-  __device__ inline void wgmma_k16(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b,      \
-                                   bool accumulate, T) {                                          \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                         \
-                 ", 0;\n"                                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                  \
-                 " {" FLASH_TEXT_##GROUPS "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4    \
-                                          ", p, 1, 1, %" #I6 ";\n}\n"                             \
-                 : FLASH_REGISTERS_##GROUPS                                                       \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                            \
-                   "r"(static_cast<int>(accumulate)), "n"(kTransB));                              \
-  }                                                                                               \
-  template <int kTransB>                                                                          \
-  __device__ inline void wgmma_k16(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool accumulate, \
-                                   T) {                                                           \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                         \
-                 ", 0;\n"                                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                  \
-                 " {" FLASH_TEXT_##GROUPS "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, %" #I3 ";\n}\n"     \
-                 : FLASH_REGISTERS_##GROUPS                                                       \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransB));              \
+#define FLASH_WGMMA_OF(N, GROUPS, T, SHAPE, I0, I1, I2, I3, I4, I5, I6)                            \
+  template <int kTransB>                                                                           \
+  __device__ inline void wgmma(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b,           \
+                               bool accumulate, T) {                                               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                          \
+                 ", 0;\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" FLASH_TEXT_##GROUPS             \
+                 "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, %" #I6 ";\n}\n"  \
+                 : FLASH_REGISTERS_##GROUPS                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                             \
+                   "r"(static_cast<int>(accumulate)), "n"(kTransB));                               \
+  }                                                                                                \
+  template <int kTransB>                                                                           \
+  __device__ inline void wgmma(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool accumulate, T) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                          \
+                 ", 0;\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" FLASH_TEXT_##GROUPS             \
+                 "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, %" #I3 ";\n}\n"                               \
+                 : FLASH_REGISTERS_##GROUPS                                                        \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransB));               \
   }
-#define FLASH_WGMMA(N, GROUPS, ...)                     \
-  FLASH_WGMMA_OF(N, GROUPS, __half, "f16", __VA_ARGS__) \
-  FLASH_WGMMA_OF(N, GROUPS, __nv_bfloat16, "bf16", __VA_ARGS__)
+#define FLASH_WGMMA(N, GROUPS, ...)                                 \
+  FLASH_WGMMA_OF(N, GROUPS, __half, "k16.f32.f16.f16", __VA_ARGS__) \
+  FLASH_WGMMA_OF(N, GROUPS, __nv_bfloat16, "k16.f32.bf16.bf16", __VA_ARGS__)
 
 FLASH_WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30)
 FLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/pipeline.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
@@ -60,9 +61,11 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   }
 }
 
-template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, bool kLong>
+template <typename T_, typename Out_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
+          bool kLong>
 struct ForwardConfig {
-  using T = T_;
+  using T = T_;      // of Q, K and V
+  using Out = Out_;  // of the output
   static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kLong);
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
@@ -84,20 +87,17 @@ struct ForwardConfig {
                 65536 / kThreads / 8 * 8 * (kStreams * kConsumers + 1));
 
   static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3));
-  static_assert(kBlockN % 16 == 0 && kHeadDimV <= kHeadDim);
+  static_assert(kBlockN % kWgmmaDepth<T> == 0 && kHeadDimV <= kHeadDim);
 
   struct SharedStorage {  // of a stream
-    alignas(1024) T q[kQStages][kParts<kHeadDim> * kBlockM * kBoxCols];
-    alignas(1024) T k[kStages][kParts<kHeadDim> * kBlockN * kBoxCols];
-    alignas(1024) T v[kStages][kParts<kHeadDimV> * kBlockN * kBoxCols];
-    // Barriers of the pipelines (pipeline.cuh).
-    uint64_t q_full[kQStages], q_empty[kQStages];
-    uint64_t k_full[kStages], k_empty[kStages];
-    uint64_t v_full[kStages], v_empty[kStages];
+    alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
+    alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
+    alignas(1024) T v[kStages][kTileSize<T, kBlockN, kHeadDimV>];
+    Pipeline<kQStages> q_pipeline;
+    Pipeline<kStages> k_pipeline, v_pipeline;
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
-    uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+    TilePipeline tiles;
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
-    Tile tiles[kTileSlots];
   };
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);
 };

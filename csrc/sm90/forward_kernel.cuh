@@ -6,8 +6,8 @@
 //   producers  two warps: have TMA load Q of the tile and its blocks of keys, and those of values
 //   consumers  two or three warpgroups: own 64 queries each, scores and output in registers
 //
-// Blocks are taken from the last to the first; with ALiBi they start at the diagonal (TileRange).
-// Where a tile needs few registers, a thread block works on two streams of tiles
+// Blocks are taken from the last to the first; with ALiBi they start at the diagonal
+// (key_blocks.cuh). Where a tile needs few registers, a thread block works on two streams of tiles
 // (forward_config.cuh). Each has its own consumers, and one warp that schedules and loads.
 // A warp that would be idle clears the rows of no sequence.
 //
@@ -32,6 +32,7 @@
 #include "ptx/setmaxnreg.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
+#include "sm90/key_blocks.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/store.cuh"
@@ -42,15 +43,22 @@
 
 namespace flash::sm90 {
 
-// Boxes have kBoxCols columns; outside the tensors they read zeros.
+// Boxes have kBoxCols<T> columns; outside the tensors they read zeros.
 struct ForwardMaps {
   CUtensorMap q;  // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
   CUtensorMap k;  // (slots, nheads_kv, rows, headdim), box: key_box_rows
   CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v)
 };
 
+// The rows of a tile: `rows` queries of `group` heads each, heads fastest.
+struct TileRows {
+  int rows;
+  int group;                  // 1, or all query heads that read the same keys
+  unsigned group_reciprocal;  // row * this >> 16 = row / group
+};
+
 // What the host decides about a launch.
-struct ForwardSchedule : TileSchedule {
+struct ForwardSchedule : TileRows, TileSchedule {
   int key_box_rows;  // keys that one box of TMA holds; divides kBlockN
   bool draw_early;   // with one stream: the next tile is drawn before it is wanted
   bool clear_tail;   // there may be anything but zeros behind a sequence's last value
@@ -59,122 +67,126 @@ struct ForwardSchedule : TileSchedule {
 // One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some.
 template <typename Config>
 struct TileRange {
-  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
 
   Sequence sequence;
   int m_begin, m_end;
-  int position;  // of query m_begin among the keys
-  Mask mask;     // of positions: its shift is 0
-  // First keys, multiples of kBlockN: of the first and the last block, and of those that are taken
-  // first and last. n_last < n_first: there is none.
-  int n_first, n_last, n_start, n_end;
+  int position, last_position;  // of queries m_begin and m_end - 1 among the keys
+  Mask mask;                    // of positions: its shift is 0
+  KeyBlocks<Config::kBlockN, kFull> blocks;
 
-  __device__ TileRange(const ForwardParams& params, const TileSchedule& schedule, const Tile& tile)
+  __device__ TileRange(const ForwardParams& params, const TileRows& of_tile, const Tile& tile)
       : sequence(params, tile.batch),
-        m_begin(tile.m_block * schedule.rows),
-        m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
+        m_begin(tile.block * of_tile.rows),
+        m_end(min(m_begin + of_tile.rows, sequence.seqlen_q)),
         position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
-        mask{sequence.seqlen_k, 0, params.window_left, params.window_right} {
-    const int last_position = position + m_end - m_begin - 1;
-    const int begin = mask.first_key(position), end = mask.end_key(last_position);
-    n_first = begin / kBlockN * kBlockN;
-    n_last = begin < end ? (end - 1) / kBlockN * kBlockN : n_first - kBlockN;
-    n_start = n_last;
-    n_end = n_first;
-    if (Config::kFeatures == FeatureSet::kFull && params.alibi_slopes != nullptr) {
-      // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
-      n_start = min(max(n_first, last_position / kBlockN * kBlockN), n_last);
-      if (n_start < n_last) n_end = n_start + kBlockN;
-    }
-  }
-
-  __device__ bool has_keys() const { return n_first <= n_last; }
-
-  // The block that is taken after the one at n: the one before it, at last those behind the start.
-  __device__ int next_block(int n) const {
-    return Config::kFeatures == FeatureSet::kFull && n == n_first ? n_last : n - kBlockN;
-  }
-
-  // Calls function(n) for each block.
-  template <typename Function>
-  __device__ void for_each_block(Function function) const {
-    if (!has_keys()) return;
-#pragma unroll 1
-    for (int n = n_start;; n = next_block(n)) {
-      function(n);
-      if (n == n_end) return;
-    }
+        last_position(position + m_end - m_begin - 1),
+        mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
+        blocks(mask.first_key(position), mask.end_key(last_position)) {
+    // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
+    if (kFull && params.alibi_slopes != nullptr) blocks.start_at(last_position);
   }
 };
 
 // ---- Scheduler ---------------------------------------------------------------------------------
 
+// Tiles are blocks of queries: how many each sequence has, for the scheduler.
+struct QueryBlocks {
+  const ForwardParams& params;
+  const TileRows& of_tile;
+
+  __device__ bool packed() const { return params.cu_seqlens_q != nullptr; }
+  __device__ int batch() const { return params.batch; }
+  __device__ int of_sequence(int batch) const {
+    return (Sequence(params, batch).seqlen_q + of_tile.rows - 1) / of_tile.rows;
+  }
+};
+
 template <typename SharedStorage>
 __device__ void distribute_tiles(const ForwardParams& params, const ForwardSchedule& schedule,
                                  SharedStorage& shared, int lane) {
-  TileScheduler scheduler(params, schedule, blockIdx.x, gridDim.x, lane);
-  Ring<kTileSlots> ring;
-  Ring<1> wanted_ring;
+  TileScheduler scheduler(params.tile_counter, schedule, QueryBlocks{params, schedule}, blockIdx.x,
+                          gridDim.x, lane);
+  TilePipeline::State tile_state;
+  PipelineState<1> wanted_state;
   const auto draw = [&] {
     scheduler.next();
     return scheduler.tile();
   };
   for (Tile tile = scheduler.tile();;) {
-    send_tile(shared, tile, ring, lane);
+    shared.tiles.send(tile, tile_state, lane);
     if (tile.batch < 0) return;
     if (schedule.draw_early) tile = draw();
     // There is room for the next tile's keys: whoever is done first shall have it.
-    wait(shared.tile_wanted, wanted_ring.phase());
-    wanted_ring.advance();
+    wait(shared.tile_wanted, wanted_state.phase());
+    wanted_state.advance();
     if (!schedule.draw_early) tile = draw();
   }
 }
 
 // ---- Producers ---------------------------------------------------------------------------------
 
-// A warp that loads: how far it is in each ring that it fills.
+// A warp that loads: how far it is in each pipeline that it fills.
 template <typename Config>
 struct Producer {
+  using T = typename Config::T;
+
   const ForwardParams& params;
   const ForwardMaps& maps;
   const ForwardSchedule& schedule;
   typename Config::SharedStorage& shared;
   const int lane;
-  Ring<Config::kStages> k_ring, v_ring;
-  Ring<Config::kQStages> q_ring;
-  Ring<1> tail_ring;
+  PipelineState<Config::kStages> k_state, v_state;
+  PipelineState<Config::kQStages> q_state;
+  PipelineState<1> tail_state;
 
   __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
-    wait(shared.k_empty[k_ring.stage()], k_ring.phase() ^ 1);
-    load_keys<Config::kBlockN, Config::kHeadDim>(
-        shared.k[k_ring.stage()], maps.k, shared.k_full[k_ring.stage()], params,
-        schedule.key_box_rows, sequence, tile.batch, n, tile.head_kv, lane);
-    k_ring.advance();
+    shared.k_pipeline.wait_empty(k_state);
+    load_keys<Config::kHeadDim>(shared.k[k_state.stage()], maps.k,
+                                shared.k_pipeline.full[k_state.stage()], tile, sequence, n);
+    k_state.advance();
   }
 
   __device__ void load_v(const Tile& tile, const Sequence& sequence, int n) {
-    wait(shared.v_empty[v_ring.stage()], v_ring.phase() ^ 1);
+    shared.v_pipeline.wait_empty(v_state);
     const int valid_rows = sequence.seqlen_k - n;
     const bool clear = schedule.clear_tail && valid_rows < Config::kBlockN;
-    uint64_t& full = shared.v_full[v_ring.stage()];
-    load_keys<Config::kBlockN, Config::kHeadDimV>(
-        shared.v[v_ring.stage()], maps.v, clear ? shared.tail_full : full, params,
-        schedule.key_box_rows, sequence, tile.batch, n, tile.head_kv, lane);
+    uint64_t& full = shared.v_pipeline.full[v_state.stage()];
+    load_keys<Config::kHeadDimV>(shared.v[v_state.stage()], maps.v, clear ? shared.tail_full : full,
+                                 tile, sequence, n);
     if (clear) {
-      wait(shared.tail_full, tail_ring.phase());
-      tail_ring.advance();
-      clear_tail<Config::kBlockN, Config::kHeadDimV>(shared.v[v_ring.stage()], valid_rows, lane);
+      wait(shared.tail_full, tail_state.phase());
+      tail_state.advance();
+      clear_tail<Config::kBlockN, Config::kHeadDimV>(shared.v[v_state.stage()], valid_rows, lane);
       arrive_of_warp(full, lane);
     }
-    v_ring.advance();
+    v_state.advance();
   }
 
   __device__ void load_q(const Tile& tile, const Sequence& sequence, int m_begin) {
-    const int stage = q_ring.stage();
-    wait(shared.q_empty[stage], q_ring.phase() ^ 1);
-    q_ring.advance();
-    load_queries<Config::kBlockM, Config::kHeadDim>(shared.q[stage], maps.q, shared.q_full[stage],
-                                                    schedule, tile, sequence, m_begin, lane);
+    const int stage = q_state.stage();
+    shared.q_pipeline.wait_empty(q_state);
+    q_state.advance();
+    uint64_t& full = shared.q_pipeline.full[stage];
+    constexpr int kQParts = kParts<T, Config::kHeadDim>;
+    if (lane == 0) arrive_expecting(full, schedule.rows * schedule.group * kQParts * kPartRowBytes);
+    __syncwarp();
+    if (lane < kQParts) {
+      const int part = ptx::opaque(lane);
+      load_box(shared.q[stage] + lane * Config::kBlockM * kBoxCols<T>, maps.q, full, part,
+               ptx::opaque(tile.head) % schedule.heads_of_kv, sequence.q_first + m_begin,
+               tile.head_kv, sequence.q_batch);
+    }
+  }
+
+ private:
+  template <int kCols>
+  __device__ void load_keys(T* block, const CUtensorMap& map, uint64_t& full, const Tile& tile,
+                            const Sequence& sequence, int n) {
+    const BlockTable table{params.block_table, params.block_table_stride, params.page_size,
+                           params.slots_k, params.seqlen_k};
+    const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first, tile.head_kv, table};
+    load_rows<Config::kBlockN, kCols>(block, map, full, rows, n, schedule.key_box_rows, lane);
   }
 };
 
@@ -184,16 +196,16 @@ template <typename Config>
 __device__ void produce_keys(Producer<Config> producer) {
   auto& shared = producer.shared;
   const int lane = producer.lane;
-  Ring<kTileSlots> tile_ring;
+  TilePipeline::State tile_state;
   for (;;) {
-    const Tile tile = receive_tile(shared, tile_ring, lane);
+    const Tile tile = shared.tiles.receive(tile_state, lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
-    if (!range.has_keys()) arrive_of_warp(shared.tile_wanted, lane);
-    range.for_each_block([&](int n) {
-      producer.load_k(tile, range.sequence, n);
-      if (n == range.n_end) arrive_of_warp(shared.tile_wanted, lane);
-      if (n == range.n_start) producer.load_q(tile, range.sequence, range.m_begin);
+    if (range.blocks.empty()) arrive_of_warp(shared.tile_wanted, lane);
+    range.blocks.for_each([&](const auto& block) {
+      producer.load_k(tile, range.sequence, block.key());
+      if (block.is_last()) arrive_of_warp(shared.tile_wanted, lane);
+      if (block.is_first()) producer.load_q(tile, range.sequence, range.m_begin);
     });
   }
 }
@@ -201,30 +213,33 @@ __device__ void produce_keys(Producer<Config> producer) {
 // Loads the values of the same blocks.
 template <typename Config>
 __device__ void produce_values(Producer<Config> producer) {
-  Ring<kTileSlots> tile_ring;
+  TilePipeline::State tile_state;
   for (;;) {
-    const Tile tile = receive_tile(producer.shared, tile_ring, producer.lane);
+    const Tile tile = producer.shared.tiles.receive(tile_state, producer.lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
-    range.for_each_block([&](int n) { producer.load_v(tile, range.sequence, n); });
+    range.blocks.for_each(
+        [&](const auto& block) { producer.load_v(tile, range.sequence, block.key()); });
   }
 }
 
 // The work of all three in one warp.
 template <typename Config>
 __device__ void produce_all(Producer<Config> producer, int stream) {
-  TileScheduler scheduler(producer.params, producer.schedule, stream * gridDim.x + blockIdx.x,
-                          Config::kStreams * gridDim.x, producer.lane);
-  Ring<kTileSlots> tile_ring;
+  TileScheduler scheduler(producer.params.tile_counter, producer.schedule,
+                          QueryBlocks{producer.params, producer.schedule},
+                          stream * gridDim.x + blockIdx.x, Config::kStreams * gridDim.x,
+                          producer.lane);
+  TilePipeline::State tile_state;
   for (;; scheduler.next()) {
     const Tile tile = scheduler.tile();
-    send_tile(producer.shared, tile, tile_ring, producer.lane);
+    producer.shared.tiles.send(tile, tile_state, producer.lane);
     if (tile.batch < 0) return;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
-    range.for_each_block([&](int n) {
-      producer.load_k(tile, range.sequence, n);
-      if (n == range.n_start) producer.load_q(tile, range.sequence, range.m_begin);
-      producer.load_v(tile, range.sequence, n);
+    range.blocks.for_each([&](const auto& block) {
+      producer.load_k(tile, range.sequence, block.key());
+      if (block.is_first()) producer.load_q(tile, range.sequence, range.m_begin);
+      producer.load_v(tile, range.sequence, block.key());
     });
   }
 }
@@ -238,6 +253,7 @@ template <typename Config>
 __device__ void consume(const ForwardParams& params, const ForwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
+  using Out = typename Config::Out;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kColTiles = kBlockN / 8, kOutTiles = Config::kHeadDimV / 8;
@@ -248,10 +264,10 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
 
   // (The compiler shall know that a stage is the same in all lanes.)
   const auto q_at = [&](int stage) {
-    return k_major(shared.q[warp_uniform(stage)], warpgroup * kWarpgroupRows);
+    return KMajor<T, Config::kBlockM>(shared.q[warp_uniform(stage)], warpgroup * kWarpgroupRows);
   };
-  const auto k_at = [&](int stage) { return k_major(shared.k[warp_uniform(stage)]); };
-  const auto v_at = [&](int stage) { return mn_major<kBlockN>(shared.v[warp_uniform(stage)]); };
+  const auto k_at = [&](int stage) { return KMajor<T, kBlockN>(shared.k[warp_uniform(stage)]); };
+  const auto v_at = [&](int stage) { return MnMajor<T, kBlockN>(shared.v[warp_uniform(stage)]); };
 
   // Whoever holds its turn issues matmuls while the others are at their softmax. Two streams mix by
   // themselves.
@@ -265,9 +281,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
   if (next_warpgroup == 0) pass_turn(0);
 
-  Ring<Config::kStages> ring;  // of V; K is taken from its place or from the next
-  Ring<Config::kQStages> q_ring;
-  Ring<kTileSlots> tile_ring;
+  PipelineState<Config::kStages> kv_state;  // of V; K is taken from its place or from the next
+  PipelineState<Config::kQStages> q_state;
+  TilePipeline::State tile_state;
   float scores[1][kColTiles][4];
   // Rows of a tile are queries of `group` heads, heads fastest.
   const auto query_of = [&](int row) {  // from the tile's first query on
@@ -276,7 +292,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   const int first_query = query_of(warpgroup * kWarpgroupRows);
   const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
   for (;;) {
-    const Tile tile = receive_tile(shared, tile_ring, lane);
+    const Tile tile = shared.tiles.receive(tile_state, lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(params, schedule, tile);
     const auto head_of = [&](int row) {
@@ -297,7 +313,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     SoftmaxState<1> softmax(scale_log2, sinks, lane % 4 == 0);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     const Dropout dropout(params, tile.batch, tile.head);
-    uint32_t p[kColTiles / 2][4];
+    uint32_t p[kBlockN / kWgmmaDepth<T>][4];
     const auto softmax_block = [&](auto first, int n) {
       constexpr bool kFirst = decltype(first)::value;
       const int key = n + lane % 4 * 2;
@@ -321,28 +337,29 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       }
     };
 
-    const auto begin_scores = [&](Ring<Config::kStages> k) {
-      start_multiply<T, Config::kHeadDim, Config::kBlockM>(scores[0], q_at(q_ring.stage()),
-                                                           k_at(k.stage()));
+    const auto begin_scores = [&](PipelineState<Config::kStages> k) {
+      start_multiply<T, Config::kHeadDim>(scores[0], q_at(q_state.stage()), k_at(k.stage()));
     };
-    const auto begin_output = [&] { start_multiply_accumulate<T>(out[0], p, v_at(ring.stage())); };
-    const auto wait_for_k = [&](Ring<Config::kStages> k) {
-      wait(shared.k_full[k.stage()], k.phase());
+    const auto begin_output = [&] {
+      start_multiply_accumulate<T>(out[0], p, v_at(kv_state.stage()));
     };
-    const auto wait_for_v = [&] { wait(shared.v_full[ring.stage()], ring.phase()); };
-    const auto wait_for_q = [&] { wait(shared.q_full[q_ring.stage()], q_ring.phase()); };
-    const auto release_k = [&](Ring<Config::kStages> k) {
-      arrive_of_warp(shared.k_empty[k.stage()], lane);
+    const auto wait_for_k = [&](PipelineState<Config::kStages> k) {
+      shared.k_pipeline.wait_full(k);
     };
-    const auto release_q = [&] { arrive_of_warp(shared.q_empty[q_ring.stage()], lane); };
-    const auto release_v = [&] { arrive_of_warp(shared.v_empty[ring.stage()], lane); };
+    const auto wait_for_v = [&] { shared.v_pipeline.wait_full(kv_state); };
+    const auto wait_for_q = [&] { shared.q_pipeline.wait_full(q_state); };
+    const auto release_k = [&](PipelineState<Config::kStages> k) {
+      shared.k_pipeline.release(k, lane);
+    };
+    const auto release_q = [&] { shared.q_pipeline.release(q_state, lane); };
+    const auto release_v = [&] { shared.v_pipeline.release(kv_state, lane); };
 
     float factors[2];
-    T* targets[2];
+    Out* targets[2];
     const auto finish_softmax = [&] {
       // What it needs of the sequence is read again instead of occupying registers.
       const Sequence sequence(params, ptx::opaque(tile.batch));
-      const int m_begin = ptx::opaque(tile.m_block) * schedule.rows;
+      const int m_begin = ptx::opaque(tile.block) * schedule.rows;
       float lse[2];
       finish_rows(softmax, kFull && dropout.enabled ? dropout.scale : 1.f, factors, lse,
                   WarpTeam());
@@ -351,7 +368,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
         const int row = first_row + half * 8, query = m_begin + query_of(row);
         const int head = head_of(row), place = sequence.q_first + query;
         const bool valid = row < schedule.rows * schedule.group && query < sequence.seqlen_q;
-        targets[half] = valid ? rows_of<T>(params.out, sequence.q_batch, place, head) : nullptr;
+        targets[half] = valid ? rows_of<Out>(params.out, sequence.q_batch, place, head) : nullptr;
         if (valid && lane % 4 == 0) {
           params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride +
                      place] = lse[half];
@@ -360,16 +377,17 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     };
     const auto store_output = [&] {
       rescale_output(out, factors);
-      store_accumulators<T, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0], lane);
+      store_accumulators<Out, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0],
+                                                             lane);
     };
 
-    int n = range.n_start;
-    bool more = range.has_keys();
+    auto block = range.blocks;
+    bool more = !block.empty();
     // Around a diagonal a warpgroup may see none of the first blocks. Without queries it sees none.
-    while (more && n >= seen_end) {
-      more = n != range.n_end;
-      wait_for_k(ring);
-      release_k(ring);
+    while (more && block.key() >= seen_end) {
+      more = !block.is_last();
+      wait_for_k(kv_state);
+      release_k(kv_state);
       if (!more) {
         wait_for_q();
         release_q();
@@ -378,33 +396,33 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       release_v();
       take_turn();
       pass_turn(next_warpgroup);
-      ring.advance();
-      n = range.next_block(n);
+      kv_state.advance();
+      block.advance();
     }
     if (more) {
       wait_for_q();
-      wait_for_k(ring);
-      begin_scores(ring);
+      wait_for_k(kv_state);
+      begin_scores(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
-      release_k(ring);
-      if (kReleaseQEarly && n == range.n_end) release_q();
-      softmax_block(std::true_type(), n);
+      release_k(kv_state);
+      if (kReleaseQEarly && block.is_last()) release_q();
+      softmax_block(std::true_type(), block.key());
       // Each step: the scores of the next block of keys, and the output of this one.
-      while (n != range.n_end) {
-        n = range.next_block(n);
+      while (!block.is_last()) {
+        block.advance();
         wait_for_v();
-        wait_for_k(ring.next());
+        wait_for_k(kv_state.next());
         take_turn();
-        begin_scores(ring.next());
+        begin_scores(kv_state.next());
         begin_output();
         pass_turn(next_warpgroup);
         ptx::wgmma_wait<1>(scores[0]);
-        release_k(ring.next());
-        if (kReleaseQEarly && n == range.n_end) release_q();
+        release_k(kv_state.next());
+        if (kReleaseQEarly && block.is_last()) release_q();
         ptx::wgmma_wait<0>(out[0]);
         release_v();
-        ring.advance();
-        softmax_block(std::false_type(), n);
+        kv_state.advance();
+        softmax_block(std::false_type(), block.key());
       }
       if (!kReleaseQEarly) release_q();
       wait_for_v();
@@ -414,13 +432,13 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       finish_softmax();
       ptx::wgmma_wait<0>(out[0]);
       release_v();
-      ring.advance();
+      kv_state.advance();
       store_output();
     } else if (has_queries) {
       finish_softmax();
       store_output();
     }
-    if (range.has_keys()) q_ring.advance();
+    if (!block.empty()) q_state.advance();
   }
 }
 
@@ -437,21 +455,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < Config::kStreams) {
     auto& shared = shared_of_stream[threadIdx.x];
-    for (int i = 0; i < Config::kQStages; ++i) {
-      init_barrier(shared.q_full[i], 1);
-      init_barrier(shared.q_empty[i], Config::kConsumerWarps);
-    }
+    shared.q_pipeline.init(Config::kConsumerWarps);
+    shared.k_pipeline.init(Config::kConsumerWarps);
+    shared.v_pipeline.init(Config::kConsumerWarps);
     init_barrier(shared.tail_full, 1);
-    for (int i = 0; i < Config::kStages; ++i) {
-      init_barrier(shared.k_full[i], 1);
-      init_barrier(shared.k_empty[i], Config::kConsumerWarps);
-      init_barrier(shared.v_full[i], 1);
-      init_barrier(shared.v_empty[i], Config::kConsumerWarps);
-    }
-    for (int i = 0; i < kTileSlots; ++i) {
-      init_barrier(shared.tile_full[i], 1);
-      init_barrier(shared.tile_empty[i], Config::kConsumerWarps + Config::kReceivers);
-    }
+    shared.tiles.init(Config::kConsumerWarps + Config::kReceivers);
     init_barrier(shared.tile_wanted, 1);
     fence_barrier_init();
   }
@@ -476,7 +484,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (helper < kStreams) produce_all(producer, helper);
     }
     if (helper == 3 && params.cu_seqlens_q != nullptr) {
-      clear_gaps<typename Config::T>(params, blockIdx.x, gridDim.x, lane);
+      clear_gaps<typename Config::Out>(params, blockIdx.x, gridDim.x, lane);
     }
   }
 }

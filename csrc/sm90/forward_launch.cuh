@@ -54,20 +54,21 @@ ForwardSchedule make_schedule(const ForwardParams& params) {
   schedule.group_reciprocal = (65536 + schedule.group - 1) / schedule.group;
   schedule.heads = params.nheads / schedule.group;
   schedule.heads_of_kv = schedule.heads / params.nheads_kv;
-  schedule.m_blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
-  schedule.tiles = schedule.m_blocks * schedule.heads * params.batch;
+  schedule.blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
+  schedule.tiles = schedule.blocks * schedule.heads * params.batch;
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
-  const int64_t head_bytes = int64_t{2} * params.seqlen_k * (params.headdim + params.headdim_v);
+  const int64_t head_bytes =
+      int64_t{sizeof(typename Config::T)} * params.seqlen_k * (params.headdim + params.headdim_v);
   const int64_t all_heads_kv = int64_t{1} * params.batch * params.nheads_kv;
   const auto heads_of = [&](int64_t heads_kv) {
     return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv);
   };
   schedule.section = heads_of(masked ? kSectionBytes / head_bytes : 1);
   const int64_t last_tiles =
-      masked && schedule.m_blocks >= kMinBlocks ? int64_t{kLastTiles} * multiprocessors() : 1;
+      masked && schedule.blocks >= kMinBlocks ? int64_t{kLastTiles} * multiprocessors() : 1;
   schedule.last_section =
-      std::min(heads_of(last_tiles / (int64_t{1} * schedule.m_blocks * schedule.heads_of_kv) + 1),
+      std::min(heads_of(last_tiles / (int64_t{1} * schedule.blocks * schedule.heads_of_kv) + 1),
                heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv));
   // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
   // they had better not be reserved for a busy thread block.
@@ -84,6 +85,7 @@ ForwardSchedule make_schedule(const ForwardParams& params) {
 
 template <typename Config>
 ForwardMaps make_maps(const ForwardParams& params, const ForwardSchedule& schedule) {
+  using T = typename Config::T;
   const bool packed_q = params.cu_seqlens_q != nullptr, packed_k = params.cu_seqlens_k != nullptr;
   const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
   const int64_t rows_k = packed_k                        ? params.total_k
@@ -92,17 +94,17 @@ ForwardMaps make_maps(const ForwardParams& params, const ForwardSchedule& schedu
   const int64_t batch_q = packed_q ? 1 : params.batch, slots_k = params.slots_k;
   const int64_t group = params.nheads / params.nheads_kv;
   const auto keys = [&](const Operand& x, int headdim) {
-    return encode_tensor_map<3>(x.data, headdim,
-                                {{rows_k, x.row_stride, schedule.key_box_rows},
-                                 {params.nheads_kv, x.head_stride, 1},
-                                 {slots_k, x.batch_stride, 1}});
+    return encode_tensor_map<T, 3>(x.data, headdim,
+                                   {{rows_k, x.row_stride, schedule.key_box_rows},
+                                    {params.nheads_kv, x.head_stride, 1},
+                                    {slots_k, x.batch_stride, 1}});
   };
   const Operand& q = params.q;
-  return {encode_tensor_map<4>(q.data, params.headdim,
-                               {{group, q.head_stride, schedule.group},
-                                {rows_q, q.row_stride, schedule.rows},
-                                {params.nheads_kv, q.head_stride * group, 1},
-                                {batch_q, q.batch_stride, 1}}),
+  return {encode_tensor_map<T, 4>(q.data, params.headdim,
+                                  {{group, q.head_stride, schedule.group},
+                                   {rows_q, q.row_stride, schedule.rows},
+                                   {params.nheads_kv, q.head_stride * group, 1},
+                                   {batch_q, q.batch_stride, 1}}),
           keys(params.k, params.headdim), keys(params.v, params.headdim_v)};
 }
 
@@ -127,10 +129,11 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
   check_cuda(cudaGetLastError(), "launch of the sm90 forward kernel");
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+// T: of Q, K and V
+template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, typename Out = T>
 void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  using Short = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, false>;
-  using Long = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, true>;
+  using Short = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, false>;
+  using Long = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, true>;
   if constexpr (!(Short::kTile == Long::kTile)) {
     const bool masked = params.window_left >= 0 || params.window_right >= 0;
     const int64_t queries =

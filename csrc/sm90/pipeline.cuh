@@ -1,10 +1,10 @@
 // The pipeline between a producer, which fills shared memory, and its consumers, which read it.
 //
-// An operand has a few stages in shared memory, used in turn like a ring. Each stage has two
-// mbarriers: "full" completes a phase when the data is there, "empty" when all consumers have read.
+// An operand has a few stages in shared memory, used in turn. Each stage has two mbarriers: "full"
+// completes a phase when the data is there, "empty" when all consumers have read.
 //
-//   producer:  wait(empty, phase ^ 1), load, advance
-//   consumer:  wait(full, phase), compute, arrive(empty), advance
+//   producer:  wait_empty, load (full completes), advance
+//   consumer:  wait_full, compute, release, advance
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace flash::sm90 {
 
-// How often a ring of stages has been advanced: one register holds stage and phase.
+// Where a warp is in a pipeline: how often it has advanced. One register holds stage and phase.
 template <int kStages>
-struct Ring {
+struct PipelineState {
   uint32_t count = 0;
 
   __device__ int stage() const { return count % kStages; }
   __device__ uint32_t phase() const { return count / kStages % 2; }
   __device__ void advance() { ++count; }
-  __device__ Ring next() const { return {count + 1}; }
+  __device__ PipelineState next() const { return {count + 1}; }
 };
 
 // A phase of the barrier takes that many arrivals.
@@ -52,5 +52,26 @@ __device__ inline void arrive_expecting(uint64_t& barrier, int bytes) {
   cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
                                        cuda::ptx::space_shared, &barrier, bytes);
 }
+
+// The barriers of a pipeline, in shared memory.
+template <int kStages>
+struct Pipeline {
+  using State = PipelineState<kStages>;
+  uint64_t full[kStages], empty[kStages];
+
+  // By one thread, before fence_barrier_init. A stage is filled by one arrival, and by what TMA
+  // brings; it is empty after that many releases.
+  __device__ void init(int consumers) {
+    for (int i = 0; i < kStages; ++i) {
+      init_barrier(full[i], 1);
+      init_barrier(empty[i], consumers);
+    }
+  }
+
+  // A new pipeline is empty.
+  __device__ void wait_empty(State state) { wait(empty[state.stage()], state.phase() ^ 1); }
+  __device__ void wait_full(State state) { wait(full[state.stage()], state.phase()); }
+  __device__ void release(State state, int lane) { arrive_of_warp(empty[state.stage()], lane); }
+};
 
 }  // namespace flash::sm90

@@ -28,13 +28,14 @@ __device__ void transpose_in_lanes(uint32_t (&x)[kSize], int lane) {
   }
 }
 
-// Writes one row of accumulators, rounded to T, in chunks of kWords words a lane: 2 want fewer
+// Writes one row of accumulators, rounded to Out, in chunks of kWords words a lane: 2 want fewer
 // instructions, 4 fewer accesses to memory.
 // out: accumulators of m16n8, of which it takes the upper or lower `half` of the rows
 // row: the row's first element, or null: not written
-template <typename T, int kWords, int kOutTiles>
-__device__ void store_row(T* row, int cols, const float (&out)[kOutTiles][4], int half, int lane) {
-  static_assert(kOutTiles % kWords == 0);
+template <typename Out, int kWords, int kOutTiles>
+__device__ void store_row(Out* row, int cols, const float (&out)[kOutTiles][4], int half,
+                          int lane) {
+  static_assert(sizeof(Out) == 2 && kOutTiles % kWords == 0);
   using Chunk = std::conditional_t<kWords == 4, uint4, uint2>;
 #pragma unroll
   for (int d = 0; d < kOutTiles; d += kWords) {
@@ -42,7 +43,7 @@ __device__ void store_row(T* row, int cols, const float (&out)[kOutTiles][4], in
     alignas(sizeof(Chunk)) uint32_t chunk[kWords];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      chunk[i] = pack(out[d + i][2 * half], out[d + i][2 * half + 1], T());
+      chunk[i] = pack(out[d + i][2 * half], out[d + i][2 * half + 1], Out());
     }
     transpose_in_lanes(chunk, lane);
     const int col = (d + lane % kWords) * 8 + lane % 4 / kWords * kWords * 2;
@@ -53,11 +54,11 @@ __device__ void store_row(T* row, int cols, const float (&out)[kOutTiles][4], in
 }
 
 // Both rows that a lane holds some elements of.
-template <typename T, int kWords, int kOutTiles>
-__device__ void store_accumulators(T* const (&rows)[2], int cols, const float (&out)[kOutTiles][4],
-                                   int lane) {
+template <typename Out, int kWords, int kOutTiles>
+__device__ void store_accumulators(Out* const (&rows)[2], int cols,
+                                   const float (&out)[kOutTiles][4], int lane) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) store_row<T, kWords>(rows[half], cols, out, half, lane);
+  for (int half = 0; half < 2; ++half) store_row<Out, kWords>(rows[half], cols, out, half, lane);
 }
 
 }  // namespace flash::sm90

@@ -17,7 +17,7 @@ namespace flash::sm90 {
 // One dimension of a tensor, outside the innermost, and of the box that is copied at once.
 struct MapDim {
   int64_t size;
-  int64_t stride;  // in elements, a multiple of 8
+  int64_t stride;  // in elements, a multiple of 16 bytes
   int box;
 };
 
@@ -37,24 +37,27 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-// The map of a tensor of 16-bit elements. A box has kBoxCols of its `cols` innermost elements and
-// lies in shared memory as a part of a tile (tile_layout.cuh). Outside the tensor it reads zeros.
-template <int kDims>
+// The map of a tensor of T. A box has kBoxCols<T> of its `cols` innermost elements and lies in
+// shared memory as a part of a tile (tile_layout.cuh). Outside the tensor it reads zeros.
+template <typename T, int kDims>
 CUtensorMap encode_tensor_map(const void* data, int cols, const MapDim (&dims)[kDims]) {
   cuuint64_t sizes[kDims + 1] = {static_cast<cuuint64_t>(cols)}, strides[kDims];
-  cuuint32_t box[kDims + 1] = {kBoxCols}, steps[kDims + 1] = {1};
+  cuuint32_t box[kDims + 1] = {kBoxCols<T>}, steps[kDims + 1] = {1};
   for (int i = 0; i < kDims; ++i) {
     sizes[i + 1] = dims[i].size;
-    strides[i] = dims[i].size == 1 ? 16 : dims[i].stride * 2;
+    strides[i] = dims[i].size == 1 ? 16 : dims[i].stride * sizeof(T);
     box[i + 1] = dims[i].box;
     steps[i + 1] = 1;
   }
   CUtensorMap map;
-  // Of 16-bit elements only the zeros for what is outside depend on the type: bits 0 in all.
-  const CUresult result = tensor_map_encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kDims + 1, const_cast<void*>(data), sizes, strides,
-      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  // TMA copies bits: of the type only the size counts, as zeros are bits 0 in all.
+  constexpr CUtensorMapDataType kType =
+      sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  static_assert(sizeof(T) <= 2);
+  const CUresult result =
+      tensor_map_encoder()(&map, kType, kDims + 1, const_cast<void*>(data), sizes, strides, box,
+                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     std::ostringstream message;
     message << "cuTensorMapEncodeTiled: error " << result << " for address " << data << ", " << cols

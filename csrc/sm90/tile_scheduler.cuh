@@ -7,75 +7,80 @@
 
 #include <cuda_runtime_api.h>
 
-#include "common/sequence.h"
-#include "params.h"
 #include "sm90/pipeline.cuh"
 
 namespace flash::sm90 {
 
 constexpr int kTileSlots = 4;  // of tiles that are under way
 
-// What the host decides about the tiles of a launch.
+// What the host decides about the tiles of a launch. A tile is a block of rows of one head.
 struct TileSchedule {
-  int rows;                   // queries of a tile, of `group` heads each
-  int group;                  // query heads in one tile: 1, or all those of a key head
-  unsigned group_reciprocal;  // row * this >> 16 = row / group
-  int heads;                  // nheads / group: heads of tiles
-  int heads_of_kv;            // of these that read the same keys
-  int m_blocks;               // tiles of one head of a dense sequence
-  int section;                // heads, over all batch entries, whose K and V share the L2 cache
+  int heads;         // of tiles
+  int heads_of_kv;   // of these that read the same keys
+  int blocks;        // tiles of one head of a dense sequence
+  int section;       // heads, over all batch entries, whose K and V share the L2 cache
   int last_section;  // heads of the last one, whose short tiles keep all SMs busy to the end
   int tiles;         // in all, if sequences are dense
 };
 
 struct alignas(16) Tile {
-  int m_block, head, head_kv, batch;  // batch -1: no tile is left
+  int block, head, head_kv, batch;  // batch -1: no tile is left
 };
 
-// Held by one warp; `ticket` is the same in all of its lanes.
+// Held by one warp; `ticket` is the same in all of its lanes. Blocks tells of the sequences:
+//   bool packed() const                 their numbers of blocks differ
+//   int batch() const                   how many there are, if packed
+//   int of_sequence(int batch) const    blocks of one, if packed
+template <typename Blocks>
 class TileScheduler {
  public:
+  // counter: (1), zero before and after the launch
   // worker: the number of this one among all `workers`
-  __device__ TileScheduler(const ForwardParams& params, const TileSchedule& schedule, int worker,
+  __device__ TileScheduler(int* counter, const TileSchedule& schedule, Blocks blocks, int worker,
                            int workers, int lane)
-      : params_(params), schedule_(schedule), workers_(workers), lane_(lane), ticket_(worker) {}
+      : counter_(counter),
+        schedule_(schedule),
+        blocks_(blocks),
+        workers_(workers),
+        lane_(lane),
+        ticket_(worker) {}
 
   // Draws the next ticket.
   __device__ void next() {
     int drawn = 0;
-    if (lane_ == 0) drawn = ::atomicAdd(params_.tile_counter, 1);
+    if (lane_ == 0) drawn = ::atomicAdd(counter_, 1);
     ticket_ = workers_ + __shfl_sync(0xffffffff, drawn, 0);
   }
 
   // The tile of the ticket. Each tile draws one ticket; who holds the last resets the counter.
   __device__ Tile tile() {
-    const Tile tile = params_.cu_seqlens_q == nullptr ? dense_tile() : packed_tile();
+    const Tile tile = blocks_.packed() ? packed_tile() : dense_tile();
     if (tile.batch < 0 && ticket_ - workers_ == tiles_ - 1 && lane_ == 0) {
-      *params_.tile_counter = 0;
+      *counter_ = 0;
     }
     return tile;
   }
 
  private:
-  __device__ Tile make_tile(int m_block, int head, int batch) const {
-    return {m_block, head, head / schedule_.heads_of_kv, batch};
+  __device__ Tile make_tile(int block, int head, int batch) const {
+    return {block, head, head / schedule_.heads_of_kv, batch};
   }
 
   __device__ Tile dense_tile() {
     tiles_ = schedule_.tiles;
     if (ticket_ >= tiles_) return {0, 0, 0, -1};
-    // Sections of heads one after the other; within one the last queries first, as under a causal
-    // mask they see the most keys.
-    const int m_blocks = schedule_.m_blocks;
-    const int early_heads = tiles_ / m_blocks - schedule_.last_section;
+    // Sections of heads one after the other; within one the last blocks first: of queries they see
+    // the most keys under a causal mask.
+    const int blocks = schedule_.blocks;
+    const int early_heads = tiles_ / blocks - schedule_.last_section;
     int section_begin = early_heads, heads = schedule_.last_section;
-    if (ticket_ < early_heads * m_blocks) {
-      section_begin = ticket_ / (schedule_.section * m_blocks) * schedule_.section;
+    if (ticket_ < early_heads * blocks) {
+      section_begin = ticket_ / (schedule_.section * blocks) * schedule_.section;
       heads = min(schedule_.section, early_heads - section_begin);
     }
-    const int rest = ticket_ - section_begin * m_blocks;
+    const int rest = ticket_ - section_begin * blocks;
     const int batch_head = section_begin + rest % heads;
-    return make_tile(m_blocks - 1 - rest / heads, batch_head % schedule_.heads,
+    return make_tile(blocks - 1 - rest / heads, batch_head % schedule_.heads,
                      batch_head / schedule_.heads);
   }
 
@@ -84,11 +89,7 @@ class TileScheduler {
   __device__ Tile packed_tile() {
     for (;;) {
       const int batch = first_batch_ + lane_;
-      int blocks = 0;
-      if (batch < params_.batch) {
-        const int length = Sequence(params_, batch).seqlen_q;
-        blocks = (length + schedule_.rows - 1) / schedule_.rows;
-      }
+      int blocks = batch < blocks_.batch() ? blocks_.of_sequence(batch) : 0;
       const int tiles = blocks * schedule_.heads;
       int end = tiles;  // of this lane's sequence, among those of the warp
 #pragma unroll
@@ -105,38 +106,39 @@ class TileScheduler {
         return make_tile(blocks - 1 - within / schedule_.heads, within % schedule_.heads,
                          first_batch_ + found);
       }
-      if (first_batch_ >= params_.batch) return {0, 0, 0, -1};
+      if (first_batch_ >= blocks_.batch()) return {0, 0, 0, -1};
       tiles_ += __shfl_sync(0xffffffff, end, 31);
       first_batch_ += 32;
     }
   }
 
-  const ForwardParams& params_;
+  int* const counter_;
   const TileSchedule& schedule_;
+  const Blocks blocks_;
   const int workers_, lane_;
   int ticket_;
   int first_batch_ = 0;  // of packed sequences, the first of those searched
   int tiles_ = 0;        // before them; in the end of all sequences
 };
 
-// By the warp that draws. shared: has tile_full, tile_empty and tiles, (kTileSlots) each
-template <typename SharedStorage>
-__device__ void send_tile(SharedStorage& shared, const Tile& tile, Ring<kTileSlots>& ring,
-                          int lane) {
-  wait(shared.tile_empty[ring.stage()], ring.phase() ^ 1);
-  if (lane == 0) shared.tiles[ring.stage()] = tile;
-  arrive_of_warp(shared.tile_full[ring.stage()], lane);
-  ring.advance();
-}
+// Tiles on their way from the warp that draws them to those that work on them, in shared memory.
+struct TilePipeline : Pipeline<kTileSlots> {
+  Tile slots[kTileSlots];
 
-// By each warp that works on tiles drawn by another; `ring` is the caller's.
-template <typename SharedStorage>
-__device__ Tile receive_tile(SharedStorage& shared, Ring<kTileSlots>& ring, int lane) {
-  wait(shared.tile_full[ring.stage()], ring.phase());
-  const Tile tile = shared.tiles[ring.stage()];
-  arrive_of_warp(shared.tile_empty[ring.stage()], lane);
-  ring.advance();
-  return tile;
-}
+  // Each side has its own `state`, which advances.
+  __device__ void send(const Tile& tile, State& state, int lane) {
+    wait_empty(state);
+    if (lane == 0) slots[state.stage()] = tile;
+    arrive_of_warp(full[state.stage()], lane);
+    state.advance();
+  }
+  __device__ Tile receive(State& state, int lane) {
+    wait_full(state);
+    const Tile tile = slots[state.stage()];
+    release(state, lane);
+    state.advance();
+    return tile;
+  }
+};
 
 }  // namespace flash::sm90

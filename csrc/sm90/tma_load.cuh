@@ -10,60 +10,60 @@
 #include <cstdint>
 #include <cuda/ptx>
 
-#include "common/sequence.h"
-#include "params.h"
 #include "ptx/opaque.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile_layout.cuh"
-#include "sm90/tile_scheduler.cuh"
 
 namespace flash::sm90 {
 
-// Rows `row` .. `row + kRows - 1` of a sequence's keys or values, in boxes of box_rows.
-// tile: (kParts<kCols>, kRows, kBoxCols)
-// map: (slots, nheads_kv, rows, headdim), box: box_rows
+// A tensor in pages, (pages, heads, page_size, dim): row i of sequence b is row i % page_size of
+// page pages[b * stride + i / page_size].
+struct BlockTable {
+  const int* pages;  // null: not paged
+  int64_t stride;
+  int page_size, page_count;
+  int rows;  // what a row of the table holds
+};
+
+// The rows of one head of a sequence: row i is row first + i of a slot, or of a sequence in pages.
+// map: (slots, heads, rows, dim)
+struct SequenceRows {
+  int slot, batch, first, head;
+  const BlockTable& table;
+};
+
+// Has TMA copy a box of rows of part `part`, by one lane.
+// box: (rows, kBoxCols<T>), in a tile
+// place: of the box's first row in the map's outer dimensions, innermost first
+template <typename T, typename... Place>
+__device__ void load_box(T* box, const CUtensorMap& map, uint64_t& full, int part, Place... place) {
+  cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, box, &map,
+                                  {part * kBoxCols<T>, place...}, &full);
+}
+
+// Loads `rows`, kRows from `row` on, in boxes of box_rows: a lane takes a box.
+// tile: (kParts<T, kCols>, kRows, kBoxCols<T>)
 template <int kRows, int kCols, typename T>
-__device__ void load_keys(T* tile, const CUtensorMap& map, uint64_t& full,
-                          const ForwardParams& params, int box_rows, const Sequence& sequence,
-                          int batch, int row, int head_kv, int lane) {
-  if (lane == 0) arrive_expecting(full, kRows * kParts<kCols> * kPartRowBytes);
+__device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const SequenceRows& rows,
+                          int row, int box_rows, int lane) {
+  const BlockTable& table = rows.table;
+  if (lane == 0) arrive_expecting(full, sizeof(T) * kTileSize<T, kRows, kCols>);
   __syncwarp();
 #pragma unroll 1  // registers are few here
   for (int box_row = ptx::opaque(lane) * box_rows; box_row < kRows; box_row += 32 * box_rows) {
-    int slot = sequence.k_batch, slot_row = ptx::opaque(sequence.k_first) + row + box_row;
-    if (params.block_table != nullptr) {
+    int slot = rows.slot, slot_row = ptx::opaque(rows.first) + row + box_row;
+    if (table.pages != nullptr) {
       // Past the table's end it fetches some page: what lies outside the sequence is hidden.
-      const int page = min(slot_row, params.seqlen_k - 1) / params.page_size;
-      slot = params.block_table[ptx::opaque(batch) * params.block_table_stride + page];
-      slot = min(max(slot, 0), params.slots_k - 1);
-      slot_row %= params.page_size;
+      const int page = min(slot_row, table.rows - 1) / table.page_size;
+      slot = table.pages[ptx::opaque(rows.batch) * table.stride + page];
+      slot = min(max(slot, 0), table.page_count - 1);
+      slot_row %= table.page_size;
     }
 #pragma unroll
-    for (int part = 0; part < kParts<kCols>; ++part) {
-      cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global,
-                                      tile + (part * kRows + box_row) * kBoxCols, &map,
-                                      {part * kBoxCols, slot_row, head_kv, slot}, &full);
+    for (int part = 0; part < kParts<T, kCols>; ++part) {
+      load_box(tile + (part * kRows + box_row) * kBoxCols<T>, map, full, part, slot_row, rows.head,
+               slot);
     }
-  }
-}
-
-// The queries of a tile, in one box: rows from `row` on of a sequence, for all heads of the tile.
-// q: (kParts<kCols>, kRows, kBoxCols)
-// map: (batch, nheads_kv, rows, nheads / nheads_kv, headdim)
-template <int kRows, int kCols, typename T>
-__device__ void load_queries(T* q, const CUtensorMap& map, uint64_t& full,
-                             const TileSchedule& schedule, const Tile& tile,
-                             const Sequence& sequence, int row, int lane) {
-  if (lane == 0) {
-    arrive_expecting(full, schedule.rows * schedule.group * kParts<kCols> * kPartRowBytes);
-  }
-  __syncwarp();
-  if (lane < kParts<kCols>) {
-    cuda::ptx::cp_async_bulk_tensor(
-        cuda::ptx::space_cluster, cuda::ptx::space_global, q + lane * kRows * kBoxCols, &map,
-        {ptx::opaque(lane) * kBoxCols, ptx::opaque(tile.head) % schedule.heads_of_kv,
-         sequence.q_first + row, tile.head_kv, sequence.q_batch},
-        &full);
   }
 }
 
@@ -71,12 +71,12 @@ __device__ void load_queries(T* q, const CUtensorMap& map, uint64_t& full,
 // sequence's last. Their probabilities are 0, but 0 * NaN is NaN.
 template <int kRows, int kCols, typename T>
 __device__ void clear_tail(T* tile, int valid_rows, int lane) {
-  constexpr int kChunks = kBoxCols / 8;  // of a row of a part
+  constexpr int kChunks = kPartRowBytes / sizeof(uint4);  // of a row of a part
 #pragma unroll 1
   for (int i = valid_rows * kChunks + lane; i < kRows * kChunks; i += 32) {
 #pragma unroll
-    for (int part = 0; part < kParts<kCols>; ++part) {
-      auto* const rows = reinterpret_cast<uint4*>(tile + part * kRows * kBoxCols);
+    for (int part = 0; part < kParts<T, kCols>; ++part) {
+      auto* const rows = reinterpret_cast<uint4*>(tile + part * kRows * kBoxCols<T>);
       rows[i] = make_uint4(0, 0, 0, 0);
     }
   }

@@ -1,6 +1,5 @@
-// Matrix products of one warpgroup: WGMMA. B lies in shared memory (tile_layout.cuh) and is given
-// by a descriptor; A too, or it is in registers. A product is started here; ptx::wgmma_wait waits
-// for its end.
+// Matrix products of one warpgroup: WGMMA. B lies in shared memory (tile_layout.cuh); A too, or it
+// is in registers. A product is started here; ptx::wgmma_wait waits for its end.
 #pragma once
 
 #include <cstdint>
@@ -14,49 +13,69 @@ namespace flash::sm90 {
 constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // of A and D: M of wgmma
 
-// Descriptor of a tile's rows from `row` on, a multiple of 8. Products are summed over its columns.
-// tile: (parts, rows, kBoxCols)
+// What one instruction sums over: K of wgmma.
+constexpr int kWgmmaBytes = 32;
 template <typename T>
-__device__ uint64_t k_major(const T* tile, int row = 0) {
-  return ptx::wgmma_descriptor(shared_address(tile) + row * kPartRowBytes, 0);
-}
+constexpr int kWgmmaDepth = kWgmmaBytes / sizeof(T);
 
-// Descriptor of a tile. Products are summed over its rows.
-// tile: (parts, kRows, kBoxCols)
-template <int kRows, typename T>
-__device__ uint64_t mn_major(const T* tile) {
-  return ptx::wgmma_descriptor(shared_address(tile), kRows * kPartRowBytes);
-}
+// An operand whose rows hold what is summed over, from row `row` of a tile on, a multiple of 8.
+// tile: (parts, kRows, kBoxCols<T>)
+template <typename T, int kRows>
+struct KMajor {
+  static constexpr int kTrans = 0;
+  uint64_t descriptor;
 
-// Starts D = A B^T.
+  __device__ explicit KMajor(const T* tile, int row = 0)
+      : descriptor(ptx::wgmma_descriptor(shared_address(tile) + row * kPartRowBytes, 0)) {}
+
+  // Of the kWgmmaDepth<T> columns of step k.
+  __device__ uint64_t step(int k) const {
+    constexpr int kSteps = kBoxCols<T> / kWgmmaDepth<T>;  // of a part
+    return descriptor + (k / kSteps * kRows * kPartRowBytes + k % kSteps * kWgmmaBytes) / 16;
+  }
+};
+
+// An operand whose columns hold what is summed over: a whole tile. Of 16-bit elements alone.
+// tile: (parts, kRows, kBoxCols<T>)
+template <typename T, int kRows>
+struct MnMajor {
+  static_assert(sizeof(T) == 2);
+  static constexpr int kTrans = 1;
+  uint64_t descriptor;
+
+  __device__ explicit MnMajor(const T* tile)
+      : descriptor(ptx::wgmma_descriptor(shared_address(tile), kRows * kPartRowBytes)) {}
+
+  // Of the kWgmmaDepth<T> rows of step k.
+  __device__ uint64_t step(int k) const {
+    return descriptor + k * kWgmmaDepth<T> * kPartRowBytes / 16;
+  }
+};
+
+// Starts D = A B.
 // d: (64, kColTiles * 8), accumulators
-// a: k_major of (64, kDepth), within a tile of kRowsA rows
-// b: k_major of (kColTiles * 8, kDepth), a whole tile
-template <typename T, int kDepth, int kRowsA, int kColTiles>
-__device__ void start_multiply(float (&d)[kColTiles][4], uint64_t a, uint64_t b) {
-  constexpr int kSteps = kBoxCols / 16, kRowsB = kColTiles * 8;
+// a: KMajor, (64, kDepth)
+// b: KMajor or MnMajor, (kDepth, kColTiles * 8)
+template <typename T, int kDepth, int kColTiles, typename A, typename B>
+__device__ void start_multiply(float (&d)[kColTiles][4], const A& a, const B& b) {
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kDepth / 16; ++k) {
-    const int part = k / kSteps, bytes = k % kSteps * 32;
-    ptx::wgmma_k16<0>(d, a + (part * kRowsA * kPartRowBytes + bytes) / 16,
-                      b + (part * kRowsB * kPartRowBytes + bytes) / 16, k > 0, T());
+  for (int k = 0; k < kDepth / kWgmmaDepth<T>; ++k) {
+    ptx::wgmma<B::kTrans>(d, a.step(k), b.step(k), k > 0, T());
   }
   ptx::wgmma_commit();
 }
 
 // Starts D += A B.
 // d: (64, kColTiles * 8), accumulators
-// a: (64, kSteps * 16), A operands in registers
-// b: mn_major of (kSteps * 16, kColTiles * 8)
-template <typename T, int kColTiles, int kSteps>
+// a: (64, kSteps * kWgmmaDepth<T>), A operands in registers
+// b: KMajor or MnMajor, (kSteps * kWgmmaDepth<T>, kColTiles * 8)
+template <typename T, int kColTiles, int kSteps, typename B>
 __device__ void start_multiply_accumulate(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
-                                          uint64_t b) {
+                                          const B& b) {
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    ptx::wgmma_k16<1>(d, a[k], b + k * 16 * kPartRowBytes / 16, true, T());
-  }
+  for (int k = 0; k < kSteps; ++k) ptx::wgmma<B::kTrans>(d, a[k], b.step(k), true, T());
   ptx::wgmma_commit();
 }
 
