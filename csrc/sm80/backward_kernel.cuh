@@ -11,7 +11,9 @@
 #include <cmath>
 
 #include "common/dropout.h"
+#include "common/fragment.h"
 #include "common/mask.h"
+#include "common/range.h"
 #include "common/scores.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"
@@ -31,30 +33,6 @@ namespace flash::sm80 {
 __device__ inline int dq_tile(const AttentionParams& params, const Sequence& sequence, int batch) {
   return params.cu_seqlens_q == nullptr ? batch * ((params.seqlen_q + 15) / 16)
                                         : sequence.q_first / 16 + batch;
-}
-
-template <int kRowTiles, int kColTiles>
-__device__ void clear(float (&x)[kRowTiles][kColTiles][4]) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[m][n][j] = 0.f;
-    }
-  }
-}
-
-template <int kRowTiles, int kColTiles>
-__device__ void scale_by(float (&x)[kRowTiles][kColTiles][4], float factor) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[m][n][j] *= factor;
-    }
-  }
 }
 
 // D = A B, see multiply_accumulate.
@@ -92,7 +70,7 @@ __device__ void drop(float (&p)[kRowTiles][kColTiles][4], float (&dropped)[kRowT
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int n = 0; n < kColTiles; n += 2) {
-      const KeptOfBlock kept = dropout.kept(row_tile + m, col_tile + n / 2, lane);
+      const auto kept = dropout.kept(row_tile + m, col_tile + n / 2, lane);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float& entry = p[m][n + i / 4][i % 4];
@@ -107,14 +85,7 @@ __device__ void drop(float (&p)[kRowTiles][kColTiles][4], float (&dropped)[kRowT
 template <int kRowTiles, int kColTiles>
 __device__ void multiply_elements(float (&x)[kRowTiles][kColTiles][4],
                                   const float (&y)[kRowTiles][kColTiles][4]) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[m][n][j] *= y[m][n][j];
-    }
-  }
+  for_each(x, [&](float& element, int m, int n, int j) { element *= y[m][n][j]; });
 }
 
 // dP becomes dS = P * (dP - delta). kDrops and `drops`: dropped entries have a negative P, `scale`
@@ -226,7 +197,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int seqlen_k = warp_uniform(sequence.seqlen_k);
   if (n_begin >= seqlen_k) return;
   const Mask mask{seqlen_k, seqlen_k - seqlen_q, params.window_left, params.window_right};
-  const BlockRange m_blocks = query_blocks<kBlockM>(mask, seqlen_q, n_begin, n_begin + kBlockN);
+  const Range m_blocks = query_blocks<kBlockM>(mask, seqlen_q, n_begin, n_begin + kBlockN);
   const int row_s = warp / Config::kWarpsColS, col_s = warp % Config::kWarpsColS;
   const int row_dkv = warp / Config::kWarpsColDkv, col_dkv = warp % Config::kWarpsColDkv;
   const int row_dq = warp / Config::kWarpsColDq, col_dq = warp % Config::kWarpsColDq;
