@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/fragment.h"
 #include "params.h"
 
 namespace flash {
@@ -38,15 +39,18 @@ __device__ inline uint2 philox_2x32(uint2 counter, uint32_t key) {
 }
 
 // What dropout keeps of a 16 x 16 block of scores, of those that a lane holds in two neighbouring
-// accumulators of m16n8 (ptx/mma_sync.h). An element has half a random word.
+// accumulators of m16n8 (ptx/mma_sync.h). The two words of an output of Philox are those of queries
+// i and i + 8; their lower and upper halves are those of keys j and j + 8.
+template <Rows kRows>
 struct KeptOfBlock {
   uint32_t bound;
   uint2 words[2];  // columns 2 * t and 2 * t + 1
 
   // Place j of accumulator n (0 or 1).
   __device__ bool operator()(int n, int j) const {
-    const uint32_t word = j / 2 == 0 ? words[j % 2].x : words[j % 2].y;
-    return (n == 0 ? word << 16 : word) > bound;
+    const Place behind = place_behind<kRows>(0, n, j);
+    const uint32_t word = behind.query < 8 ? words[j % 2].x : words[j % 2].y;
+    return (behind.key < 8 ? word << 16 : word) > bound;
   }
 };
 
@@ -69,12 +73,14 @@ struct Dropout {
                    .x;
   }
 
-  // Of the block of scores at (16 * row_tile, 16 * col_tile).
-  __device__ KeptOfBlock kept(int row_tile, int col_tile, int lane) const {
-    const uint32_t row_group = row_tile * 8 + lane / 4, col_group = col_tile * 8 + lane % 4 * 2;
+  // Of the block of scores at query 16 * query_tile and key 16 * key_tile.
+  template <Rows kRows = Rows::kQueries>
+  __device__ KeptOfBlock<kRows> kept(int query_tile, int key_tile, int lane) const {
+    const Place first = first_place<kRows>(lane), next = place_behind<kRows>(0, 0, 1);
+    const uint32_t query = query_tile * 8 + first.query, key = key_tile * 8 + first.key;
     return {bound,
-            {philox_2x32({col_group, row_group}, head_key),
-             philox_2x32({col_group + 1, row_group}, head_key)}};
+            {philox_2x32({key, query}, head_key),
+             philox_2x32({key + next.key, query + next.query}, head_key)}};
   }
 };
 

@@ -5,6 +5,7 @@
 #include <cfloat>
 #include <cmath>
 
+#include "common/fragment.h"
 #include "common/softmax.h"
 #include "params.h"
 #include "ptx/special_functions.h"
@@ -47,19 +48,20 @@ struct ScoreTransform {
     slope = fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // infinity times distance 0 would be NaN
   }
 
-  // Of Q K^T. `row` and `key` are those of the thread's first score. `mask_scores()` makes those of
-  // invisible keys -inf; it is left to the caller to do that once more. `on_softcap(m, n, j,
-  // derivative)` sees the derivative of the soft cap at each score. scores: (kRowTiles, kColTiles)
-  // accumulators of m16n8 (ptx/mma_sync.h)
-  template <int kRowTiles, int kColTiles, typename MaskScores, typename OnSoftcap>
-  __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int row, int key,
+  // Of Q K^T or K Q^T. `query` and `key` are those of the lane's first score. `mask_scores()` makes
+  // those of invisible keys -inf; it is left to the caller to do that once more. `on_softcap(m, n,
+  // j, derivative)` sees the derivative of the soft cap at each score. scores: (kRowTiles,
+  // kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
+  template <Rows kRows = Rows::kQueries, int kRowTiles, int kColTiles, typename MaskScores,
+            typename OnSoftcap>
+  __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int query, int key,
                         MaskScores mask_scores, OnSoftcap on_softcap) const {
     if (softcap <= 0.f && slope == 0.f) return;
     // One loop for each option: a test inside would be a branch at every score.
     if (softcap > 0.f) {
       const float inner = scale / softcap;
       for_each(scores, [&](float& score, int, int, int) { score *= inner; });
-      // Four of one row, none of them from beyond the sequence.
+      // Four of one row of the tile, none of them from beyond the sequence.
       mask_scores();
 #pragma unroll
       for (int i = 0; i < kRowTiles * kColTiles; ++i) {
@@ -75,23 +77,11 @@ struct ScoreTransform {
       });
     }
     if (slope != 0.f) {
-      const auto distance = static_cast<float>(key - row - shift);  // of the first score
+      const auto distance = static_cast<float>(key - query - shift);  // of the first score
       for_each(scores, [&](float& score, int m, int n, int j) {
-        score -= slope * fabsf(distance + static_cast<float>(n * 8 + j % 2 - m * 16 - j / 2 * 8));
+        const Place behind = place_behind<kRows>(m, n, j);
+        score -= slope * fabsf(distance + static_cast<float>(behind.key - behind.query));
       });
-    }
-  }
-
- private:
-  template <int kRowTiles, int kColTiles, typename Function>
-  __device__ static void for_each(float (&scores)[kRowTiles][kColTiles][4], Function function) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) function(scores[m][n][j], m, n, j);
-      }
     }
   }
 };

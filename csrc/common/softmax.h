@@ -5,6 +5,7 @@
 #include <cfloat>
 #include <cmath>
 
+#include "common/fragment.h"
 #include "ptx/special_functions.h"
 
 namespace flash {
@@ -129,14 +130,7 @@ __device__ bool follow_maxima(SoftmaxState<kRowTiles>& state,
 template <int kRowTiles, int kOutTiles>
 __device__ void rescale_output(float (&out)[kRowTiles][kOutTiles][4],
                                const float (&factors)[2 * kRowTiles]) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) out[m][n][j] *= factors[2 * m + j / 2];
-    }
-  }
+  for_each(out, [&](float& x, int m, int, int j) { x *= factors[2 * m + j / 2]; });
 }
 
 // What each row of the output is to be multiplied by, `scale` over the row's sum (no visible key

@@ -11,7 +11,9 @@
 #include <cmath>
 
 #include "common/dropout.h"
+#include "common/fragment.h"
 #include "common/mask.h"
+#include "common/range.h"
 #include "common/scores.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"
@@ -33,27 +35,91 @@ __device__ inline int dq_tile(const AttentionParams& params, const Sequence& seq
                                         : sequence.q_first / 16 + batch;
 }
 
+// D = A B, see multiply_accumulate.
+template <typename T, int kDepth, int kRowTiles, int kColTiles, typename A, typename B>
+__device__ void multiply(float (&d)[kRowTiles][kColTiles][4], A a, B b, int col_block = 0) {
+  clear(d);
+  multiply_accumulate<T, kDepth>(d, a, b, col_block);
+}
+
+// S becomes P = exp(S - lse). p: (kRowTiles, kColTiles) accumulators of m16n8
+// lse: shared, (16 * kRowTiles)
 template <int kRowTiles, int kColTiles>
-__device__ void clear(float (&x)[kRowTiles][kColTiles][4]) {
+__device__ void exponentiate(float (&p)[kRowTiles][kColTiles][4], const float* lse,
+                             float scale_log2, int lane) {
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+  for (int r = 0; r < 2 * kRowTiles; ++r) {
+    const int j = r % 2 * 2;
+    const float row_lse = lse[r * 8 + lane / 4];
+    // A row without a visible key has scores of -inf only: P = exp(-inf - 0) = 0.
+    const float reference = row_lse == -INFINITY ? 0.f : row_lse * kLog2e;
 #pragma unroll
     for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[m][n][j] = 0.f;
+      p[r / 2][n][j] = ptx::ex2(fmaf(p[r / 2][n][j], scale_log2, -reference));
+      p[r / 2][n][j + 1] = ptx::ex2(fmaf(p[r / 2][n][j + 1], scale_log2, -reference));
     }
   }
 }
 
+// Makes P of what dropout drops negative; `dropped` becomes P with zeros there.
+// p, dropped: accumulators of m16n8, from query 16 * row_tile and key 16 * col_tile on
 template <int kRowTiles, int kColTiles>
-__device__ void scale_by(float (&x)[kRowTiles][kColTiles][4], float factor) {
+__device__ void drop(float (&p)[kRowTiles][kColTiles][4], float (&dropped)[kRowTiles][kColTiles][4],
+                     const Dropout& dropout, int row_tile, int col_tile, int lane) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
+    for (int n = 0; n < kColTiles; n += 2) {
+      const auto kept = dropout.kept(row_tile + m, col_tile + n / 2, lane);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& entry = p[m][n + i / 4][i % 4];
+        if (!kept(i / 4, i % 4)) entry = -entry;
+        dropped[m][n + i / 4][i % 4] = entry < 0.f ? 0.f : entry;  // keeps NaN
+      }
+    }
+  }
+}
+
+// x *= y
+template <int kRowTiles, int kColTiles>
+__device__ void multiply_elements(float (&x)[kRowTiles][kColTiles][4],
+                                  const float (&y)[kRowTiles][kColTiles][4]) {
+  for_each(x, [&](float& element, int m, int n, int j) { element *= y[m][n][j]; });
+}
+
+// dP becomes dS = P * (dP - delta). kDrops and `drops`: dropped entries have a negative P, `scale`
+// is that of the others. (As a whole, Dropout would cost registers.)
+// ds, p: (kRowTiles, kColTiles) accumulators of m16n8; delta: shared, (16 * kRowTiles)
+template <bool kDrops, int kRowTiles, int kColTiles>
+__device__ void differentiate_scores(float (&ds)[kRowTiles][kColTiles][4],
+                                     const float (&p)[kRowTiles][kColTiles][4], const float* delta,
+                                     bool drops, float scale, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2 * kRowTiles; ++r) {
+    const float row_delta = delta[r * 8 + lane / 4];
+#pragma unroll
     for (int n = 0; n < kColTiles; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x[m][n][j] *= factor;
+      for (int half = 0; half < 2; ++half) {
+        const int m = r / 2, j = r % 2 * 2 + half;
+        float dp = ds[m][n][j];
+        if (kDrops && drops) dp = p[m][n][j] > 0.f ? dp * scale : 0.f;
+        ds[m][n][j] = (kDrops ? fabsf(p[m][n][j]) : p[m][n][j]) * (dp - row_delta);
+      }
     }
+  }
+}
+
+// Adds a row tile, or part of its columns, to the workspace.
+// accum: the lane's first element of the row tile; col_of(n): where accumulator n lies, in units of
+// 8 columns
+template <int kColTiles, typename ColOf>
+__device__ void add_to_workspace(float* accum, const float (&dq)[kColTiles][4], ColOf col_of) {
+#pragma unroll
+  for (int n = 0; n < kColTiles; ++n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) ptx::red_add(accum + (col_of(n) * 4 + j) * 32, dq[n][j]);
   }
 }
 
@@ -131,7 +197,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int seqlen_k = warp_uniform(sequence.seqlen_k);
   if (n_begin >= seqlen_k) return;
   const Mask mask{seqlen_k, seqlen_k - seqlen_q, params.window_left, params.window_right};
-  const BlockRange m_blocks = query_blocks<kBlockM>(mask, seqlen_q, n_begin, n_begin + kBlockN);
+  const Range m_blocks = query_blocks<kBlockM>(mask, seqlen_q, n_begin, n_begin + kBlockN);
   const int row_s = warp / Config::kWarpsColS, col_s = warp % Config::kWarpsColS;
   const int row_dkv = warp / Config::kWarpsColDkv, col_dkv = warp % Config::kWarpsColDkv;
   const int row_dq = warp / Config::kWarpsColDq, col_dq = warp % Config::kWarpsColDq;
@@ -211,77 +277,41 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       __syncthreads();  // Q has arrived; every warp is done with the last Q and dS
       if (kQStages == 2 && more) load_q(m_begin - kBlockM, stage ^ 1);
 
-      // S and P.
+      // P, first S.
       float p[kRowsS][kColsS][4];
-      clear(p);
       const OperandA<kHeadDim, Order::kRows> q_as_a(shared_q + stage * kStageBytes, row_s * kRowsS,
                                                     0, lane);
       const OperandB<kHeadDim, Order::kRows> k_as_b(shared_address(shared.k), col_s * kColsS / 2, 0,
                                                     lane);
-      multiply_accumulate<T, kHeadDim / 16>(p, q_as_a, k_as_b);
+      multiply<T, kHeadDim / 16>(p, q_as_a, k_as_b);
       const int warp_m_begin = m_begin + row_s * kRowsS * 16;
       const int warp_n_begin = n_begin + col_s * kColsS * 8;
-      float softcap_slope[kFull ? kRowsS : 1][kColsS][4];
       const int first_row = warp_m_begin + lane / 4, first_key = warp_n_begin + lane % 4 * 2;
       const auto mask_scores = [&] {
         if (!mask.cuts(warp_m_begin, kRowsS * 16, warp_n_begin, kColsS * 8)) return;
         const auto row_of = [&](int m, int half) { return first_row + m * 16 + half * 8; };
         apply_mask(p, mask, row_of, first_key);
       };
+      float softcap_slope[kFull ? kRowsS : 1][kColsS][4];
       if constexpr (kFull) {
         transform.apply(p, first_row, first_key, mask_scores,
                         [&](int m, int n, int j, float slope) { softcap_slope[m][n][j] = slope; });
       }
       mask_scores();
-#pragma unroll
-      for (int r = 0; r < 2 * kRowsS; ++r) {
-        const int row = row_s * kRowsS * 16 + r * 8 + lane / 4, j = r % 2 * 2;
-        const float lse = shared.statistics[stage][row];
-        // A row without a visible key has scores of -inf only: P = exp(-inf - 0) = 0.
-        const float reference = lse == -INFINITY ? 0.f : lse * kLog2e;
-#pragma unroll
-        for (int n = 0; n < kColsS; ++n) {
-          p[r / 2][n][j] = ptx::ex2(fmaf(p[r / 2][n][j], scale_log2, -reference));
-          p[r / 2][n][j + 1] = ptx::ex2(fmaf(p[r / 2][n][j + 1], scale_log2, -reference));
-        }
-      }
-      if constexpr (kFull) {
-        if (dropout.enabled) {
-          float dropped[kRowsS][kColsS][4];
-#pragma unroll
-          for (int m = 0; m < kRowsS; ++m) {
-#pragma unroll
-            for (int n = 0; n < kColsS; n += 2) {
-              const KeptOfBlock kept =
-                  dropout.kept(warp_m_begin / 16 + m, warp_n_begin / 16 + n / 2, lane);
-#pragma unroll
-              for (int i = 0; i < 8; ++i) {
-                // From here on P of what is dropped is negative.
-                float& entry = p[m][n + i / 4][i % 4];
-                if (!kept(i / 4, i % 4)) entry = -entry;
-                dropped[m][n + i / 4][i % 4] = entry < 0.f ? 0.f : entry;  // keeps NaN
-              }
-            }
-          }
-          store_fragments<kBlockN>(dropped, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
-        } else {
-          store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
-        }
-      } else {
+      const float* const statistics = shared.statistics[stage] + row_s * kRowsS * 16;
+      exponentiate(p, statistics, scale_log2, lane);
+      const auto store_p = [&](const auto& p) {
         store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
+      };
+      if (kFull && dropout.enabled) {
+        float dropped[kRowsS][kColsS][4];
+        drop(p, dropped, dropout, warp_m_begin / 16, warp_n_begin / 16, lane);
+        store_p(dropped);
+      } else {
+        store_p(p);
       }
-
       if constexpr (kFull) {
-        if (transform.softcap > 0.f) {
-#pragma unroll
-          for (int m = 0; m < kRowsS; ++m) {
-#pragma unroll
-            for (int n = 0; n < kColsS; ++n) {
-#pragma unroll
-              for (int j = 0; j < 4; ++j) p[m][n][j] *= softcap_slope[m][n][j];
-            }
-          }
-        }
+        if (transform.softcap > 0.f) multiply_elements(p, softcap_slope);
       }
 
       const bool passes_turn = params.dq_turn != nullptr && m_block + 1 < m_blocks.end;
@@ -291,31 +321,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       __syncthreads();  // P is written, dO has arrived
       if (passes_turn && threadIdx.x == 0) dq_turn.pass_on(m_begin + kBlockM);
 
-      // dP and dS.
-      {
-        float ds[kRowsS][kColsS][4];
-        clear(ds);
-        const OperandA<kHeadDimV, Order::kRows> dout_as_a(shared_dout, row_s * kRowsS, 0, lane);
-        const OperandB<kHeadDimV, Order::kRows> v_as_b(shared_address(shared.v), col_s * kColsS / 2,
-                                                       0, lane);
-        multiply_accumulate<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b);
-#pragma unroll
-        for (int r = 0; r < 2 * kRowsS; ++r) {
-          const int row = row_s * kRowsS * 16 + r * 8 + lane / 4;
-          const float delta = shared.statistics[stage][kBlockM + row];
-#pragma unroll
-          for (int n = 0; n < kColsS; ++n) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int m = r / 2, j = r % 2 * 2 + half;
-              float dp = ds[m][n][j];
-              if (kFull && dropout.enabled) dp = p[m][n][j] > 0.f ? dp * dropout.scale : 0.f;
-              ds[m][n][j] = (kFull ? fabsf(p[m][n][j]) : p[m][n][j]) * (dp - delta);
-            }
-          }
-        }
-        store_fragments<kBlockN>(ds, shared.ds, warp_row_s, warp_col_s, lane);
-      }
+      // dS, first dP.
+      float ds[kRowsS][kColsS][4];
+      const OperandA<kHeadDimV, Order::kRows> dout_as_a(shared_dout, row_s * kRowsS, 0, lane);
+      const OperandB<kHeadDimV, Order::kRows> v_as_b(shared_address(shared.v), col_s * kColsS / 2,
+                                                     0, lane);
+      multiply<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b);
+      differentiate_scores<kFull>(ds, p, statistics + kBlockM, dropout.enabled, dropout.scale,
+                                  lane);
+      store_fragments<kBlockN>(ds, shared.ds, warp_row_s, warp_col_s, lane);
+
+      // dV.
       const OperandA<kBlockN, Order::kTransposed, Config::kWarpsRowDkv> p_transposed(
           shared_address(shared.p), 0, row_dkv, lane);
       const OperandB<kHeadDimV, Order::kTransposed, Config::kWarpsColDkv> dout_as_b(shared_dout, 0,
@@ -349,20 +365,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 #pragma unroll
       for (int first_col = 0; first_col < kColsDq; first_col += kColsDqStep) {
         float dq[kRowsDq][kColsDqStep][4];
-        clear(dq);
-        multiply_accumulate<T, kBlockN / 16>(dq, ds_as_a, k_transposed, first_col / 2);
+        multiply<T, kBlockN / 16>(dq, ds_as_a, k_transposed, first_col / 2);
 #pragma unroll
         for (int m = 0; m < kRowsDq; ++m) {
           const int tile = m_begin / 16 + row_dq * kRowsDq + m;
           if (tile * 16 >= seqlen_q) break;
-          float* const accum =
-              params.dq_accum + int64_t{first_dq_tile + tile} * (16 * kHeadDim) + lane;
-#pragma unroll
-          for (int n = 0; n < kColsDqStep; ++n) {
-            const int col = ((first_col + n) / 2 * Config::kWarpsColDq + col_dq) * 2 + n % 2;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) ptx::red_add(accum + (col * 4 + j) * 32, dq[m][n][j]);
-          }
+          add_to_workspace(params.dq_accum + int64_t{first_dq_tile + tile} * (16 * kHeadDim) + lane,
+                           dq[m], [&](int n) {
+                             return ((first_col + n) / 2 * Config::kWarpsColDq + col_dq) * 2 +
+                                    n % 2;
+                           });
         }
       }
     }

@@ -12,6 +12,7 @@
 #include <cuda_fp16.h>
 
 #include "common/dropout.h"
+#include "common/fragment.h"
 #include "common/mask.h"
 #include "common/pack.h"
 #include "common/scores.h"
@@ -38,14 +39,7 @@ __device__ void compute_scores(float (&scores)[kRowTiles][kColTiles][4], uint32_
                                int lane) {
   using Layout = TileLayout<kHeadDim>;
   const uint32_t q_offset = Layout::by_columns(lane), k_offset = Layout::by_rows(lane);
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) scores[m][n][j] = 0.f;
-    }
-  }
+  clear(scores);
 #pragma unroll
   for (int d = 0; d < kHeadDim / 16; ++d) {
     uint32_t q_fragment[kRowTiles][4];

@@ -1,0 +1,29 @@
+// Included before a kernel header: what it takes to compile it for the host.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#define __device__
+#define __host__
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+
+using std::isnan, std::max, std::min;
+
+inline float __fdividef(float x, float y) { return x / y; }
+inline uint32_t __funnelshift_lc(uint32_t low, uint32_t high, uint32_t shift) {
+  const uint64_t both = uint64_t{high} << 32 | low;
+  return static_cast<uint32_t>(both << std::min(shift, 32u) >> 32);
+}
+
+// Named by code that does not run here.
+float __shfl_xor_sync(unsigned, float, int);
+bool __any_sync(unsigned, bool);
+float __log2f(float);
