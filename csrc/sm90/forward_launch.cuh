@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdint>
 #include <numeric>
-#include <type_traits>
 
 #include "common/mask.h"
 #include "host/cuda_check.h"
@@ -148,7 +147,6 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
 
 template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct ForwardRow {
-  static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) | kPages | kCacheSlots;
 
@@ -156,7 +154,7 @@ struct ForwardRow {
     wanted.add("tile_counter", params.tile_counter, 1, /*kept_zero=*/true);
   }
   static void launch(const Params& params, cudaStream_t stream) {
-    launch_forward<T, kHeadDim, kHeadDimV, kFeatures>(params, stream);
+    launch_forward<T, kHeadDim, kHeadDimV, kFeatures, Out>(params, stream);
   }
 };
 
