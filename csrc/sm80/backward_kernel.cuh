@@ -422,14 +422,37 @@ constexpr int kDeltaLanes = kHeadDimV <= 32    ? 4
 template <int kHeadDimV>
 constexpr int kDeltaRows = 128 / kDeltaLanes<kHeadDimV>;
 
-// delta = rowsum(dO * O) - dlse. Grid: (query blocks * nheads, 1, batch).
-template <typename T, int kHeadDimV, bool kAnyAlignment>
+// Zeros in the workspace for kRows rows of queries, by 128 threads. Of its row tile's elements, in
+// their order in memory, each row has kHeadDim; rows beyond the sequence count to the tile's end.
+// The first row of a tile has the tile's turn.
+template <int kHeadDim, int kRows>
+__device__ void clear_workspace(const BackwardParams& params, const Sequence& sequence, int batch,
+                                int head, int first_row) {
+  const int thread = threadIdx.x;
+  const int rows = min(kRows, (sequence.seqlen_q + 15) / 16 * 16 - first_row);
+  const int64_t tile =
+      static_cast<int64_t>(head) * params.row_tiles + dq_tile(params, sequence, batch);
+  auto* const accum =
+      reinterpret_cast<float4*>(params.dq_accum + (tile * 16 + first_row) * kHeadDim);
+  for (int i = thread; i < rows * (kHeadDim / 4); i += 128) {
+    accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (params.dq_turn != nullptr && thread < rows && (first_row + thread) % 16 == 0) {
+    params.dq_turn[tile + (first_row + thread) / 16] = 0;
+  }
+}
+
+// delta = rowsum(dO * O) - dlse; clears the workspace of dQ. Grid: (query blocks * nheads, 1,
+// batch), blocks up to the end of the last row tile.
+template <typename T, int kHeadDim, int kHeadDimV, bool kAnyAlignment>
 __global__ void __launch_bounds__(128)
     backward_delta_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
-  constexpr int kLanes = kDeltaLanes<kHeadDimV>;
+  constexpr int kLanes = kDeltaLanes<kHeadDimV>, kRows = kDeltaRows<kHeadDimV>;
   const int batch = first_batch + blockIdx.z, head = blockIdx.x % params.nheads;
   const Sequence sequence(params, batch);
-  const int row = blockIdx.x / params.nheads * kDeltaRows<kHeadDimV> + threadIdx.x / kLanes;
+  const int first_row = blockIdx.x / params.nheads * kRows;
+  clear_workspace<kHeadDim, kRows>(params, sequence, batch, head, first_row);
+  const int row = first_row + threadIdx.x / kLanes;
   const int col = threadIdx.x % kLanes * 8;
   const T* const dout =
       rows_of<const T>(params.dout, sequence.q_batch, sequence.q_first + row, head) + col;
