@@ -132,13 +132,13 @@ struct BackwardParams : AttentionParams {
   float* dlse;   // like lse: the gradient that arrives through it; or null
   float* delta;  // like lse, written: rowsum(dout * out) - dlse
 
-  // dQ / softmax_scale, zero at the start: (nheads, row_tiles, dim / 8, 4, 32) with dim that of the
-  // kernel. A row tile is 16 queries, kept as the accumulators of m16n8 (ptx/mma_sync.h); those of
-  // sequence b begin at dq_tile(b).
+  // dQ / softmax_scale, cleared by the kernels: (nheads, row_tiles, dim / 8, 4, 32) with dim that
+  // of the kernel. A row tile is 16 queries, kept as the accumulators of m16n8 (ptx/mma_sync.h);
+  // those of sequence b begin at dq_tile(b).
   float* dq_accum;
   int row_tiles;
-  // One counter for each (head, row tile), zero at the start: whose turn it is to add. Null: no
-  // order, the result may differ in its last bits from run to run.
+  // One counter for each (head, row tile), cleared too: whose turn it is to add. Null: no order,
+  // the result may differ in its last bits from run to run.
   int* dq_turn;
 };
 

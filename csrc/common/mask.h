@@ -20,10 +20,10 @@ struct Mask {
   __device__ int first_key(int i) const { return max(0, i + shift - window_left); }
   __device__ int end_key(int i) const { return min(seqlen_k, i + shift + window_right + 1); }
 
-  // Key j of the sequence is seen by the queries first_query(j) .. last_query(j), as far as there
-  // are any. Both bounds grow with j.
+  // Key j of the sequence is seen by the queries first_query(j) .. end_query(j) - 1, as far as
+  // there are any. Both bounds grow with j.
   __device__ int first_query(int j) const { return max(0, j - shift - window_right); }
-  __device__ int last_query(int j) const { return j - shift + window_left; }
+  __device__ int end_query(int j) const { return j - shift + window_left + 1; }
 
   // A row of a tile of scores sees the columns first_column(row) .. end_column(row) - 1.
   template <Rows kRows>
@@ -32,7 +32,7 @@ struct Mask {
   }
   template <Rows kRows>
   __device__ int end_column(int row) const {
-    return kRows == Rows::kQueries ? end_key(row) : row < seqlen_k ? last_query(row) + 1 : 0;
+    return kRows == Rows::kQueries ? end_key(row) : row < seqlen_k ? end_query(row) : 0;
   }
 
   // Whether some query of row .. row + rows - 1 misses some key of key .. key + keys - 1.
@@ -52,9 +52,8 @@ __device__ Range key_blocks(const Mask& mask, int row_begin, int row_end) {
 // key_blocks, with blocks of key_end - key_begin keys, hold these keys.
 template <int kBlockM>
 __device__ Range query_blocks(const Mask& mask, int seqlen_q, int key_begin, int key_end) {
-  const int first = max(0, key_begin - mask.shift - mask.window_right);
-  const int last = min(seqlen_q - 1, key_end - 1 - mask.shift + mask.window_left);
-  return {first / kBlockM, last < 0 ? 0 : last / kBlockM + 1};
+  const int end = min(seqlen_q, mask.end_query(key_end - 1));
+  return {mask.first_query(key_begin) / kBlockM, (end + kBlockM - 1) / kBlockM};
 }
 
 // Of 2 * kColTiles columns, pairs 8 apart from column 0 on, as a lane holds them in a row of

@@ -228,10 +228,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const float scale_log2 = scale_log2_of(params);
 
   for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
-    if (m_blocks.begin >= m_blocks.end) break;
+    if (m_blocks.empty()) break;
     // The last queries come first: under a causal mask all key blocks see those, so that they add
     // to dQ in step with each other.
-    const int last_m_begin = (m_blocks.end - 1) * kBlockM;
+    Walk<-1> queries(m_blocks);
     // What loading needs is computed at each load (ptx::opaque) instead of occupying registers.
     const auto load_q = [&](int m_begin, int stage) {
       const int64_t statistics = sequence.q_batch * params.lse_batch_stride +
@@ -266,16 +266,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
     const DqTurn<kBlockM, kBlockN> dq_turn{params.dq_turn, first_dq_tile, mask, seqlen_q, n_block};
 
-    load_q(last_m_begin, 0);
-    load_dout(last_m_begin);
+    load_q(queries.place() * kBlockM, 0);
+    load_dout(queries.place() * kBlockM);
 
     int stage = 0;
-    for (int m_block = m_blocks.end - 1; m_block >= m_blocks.begin; --m_block) {
-      const int m_begin = m_block * kBlockM;
-      const bool more = m_block > m_blocks.begin;
+    for (; queries.valid(); queries.advance()) {
+      const int m_begin = queries.place() * kBlockM;
+      const bool more = queries.has_next();
       kQStages == 2 ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
       __syncthreads();  // Q has arrived; every warp is done with the last Q and dS
-      if (kQStages == 2 && more) load_q(m_begin - kBlockM, stage ^ 1);
+      if (kQStages == 2 && more) load_q(queries.next() * kBlockM, stage ^ 1);
 
       // P, first S.
       float p[kRowsS][kColsS][4];
@@ -314,12 +314,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         if (transform.softcap > 0.f) multiply_elements(p, softcap_slope);
       }
 
-      const bool passes_turn = params.dq_turn != nullptr && m_block + 1 < m_blocks.end;
+      const bool passes_turn = params.dq_turn != nullptr && queries.has_previous();
       if (passes_turn)
         __threadfence();  // the last step's additions to dQ come before its turn ends
       kQStages == 2 && more ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
       __syncthreads();  // P is written, dO has arrived
-      if (passes_turn && threadIdx.x == 0) dq_turn.pass_on(m_begin + kBlockM);
+      if (passes_turn && threadIdx.x == 0) dq_turn.pass_on(queries.previous() * kBlockM);
 
       // dS, first dP.
       float ds[kRowsS][kColsS][4];
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
                                                                                     col_dkv, lane);
       multiply_accumulate<T, kBlockM / 16>(dv, p_transposed, dout_as_b);
       __syncthreads();  // dS is written; every warp is done with dO
-      if (more) load_dout(m_begin - kBlockM);
+      if (more) load_dout(queries.next() * kBlockM);
 
       // dK.
       const OperandB<kHeadDim, Order::kTransposed, Config::kWarpsColDkv> q_as_b(
@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         stage ^= 1;
       } else if (more) {
         __syncthreads();  // every warp is done with Q
-        load_q(m_begin - kBlockM, 0);
+        load_q(queries.next() * kBlockM, 0);
       }
 
       // dQ, some columns at a time.
@@ -380,11 +380,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
     if (params.dq_turn != nullptr) __threadfence();
     __syncthreads();  // every warp is done with Q, dS, K and V, and its dQ
-    if (params.dq_turn != nullptr && threadIdx.x == 0) dq_turn.pass_on(m_blocks.begin * kBlockM);
+    if (params.dq_turn != nullptr && threadIdx.x == 0)
+      dq_turn.pass_on(queries.previous() * kBlockM);
   }
 
   // Epilogue: through shared memory, for 16-byte stores.
-  if (m_blocks.begin >= m_blocks.end) {  // no query: K and V may be on their way still
+  if (m_blocks.empty()) {  // no query: K and V may be on their way still
     ptx::cp_async_wait_all();
     __syncthreads();
   }
@@ -421,14 +422,37 @@ constexpr int kDeltaLanes = kHeadDimV <= 32    ? 4
 template <int kHeadDimV>
 constexpr int kDeltaRows = 128 / kDeltaLanes<kHeadDimV>;
 
-// delta = rowsum(dO * O) - dlse. Grid: (query blocks * nheads, 1, batch).
-template <typename T, int kHeadDimV, bool kAnyAlignment>
+// Zeros in the workspace for kRows rows of queries, by 128 threads. Of its row tile's elements, in
+// their order in memory, each row has kHeadDim; rows beyond the sequence count to the tile's end.
+// The first row of a tile has the tile's turn.
+template <int kHeadDim, int kRows>
+__device__ void clear_workspace(const BackwardParams& params, const Sequence& sequence, int batch,
+                                int head, int first_row) {
+  const int thread = threadIdx.x;
+  const int rows = min(kRows, (sequence.seqlen_q + 15) / 16 * 16 - first_row);
+  const int64_t tile =
+      static_cast<int64_t>(head) * params.row_tiles + dq_tile(params, sequence, batch);
+  auto* const accum =
+      reinterpret_cast<float4*>(params.dq_accum + (tile * 16 + first_row) * kHeadDim);
+  for (int i = thread; i < rows * (kHeadDim / 4); i += 128) {
+    accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (params.dq_turn != nullptr && thread < rows && (first_row + thread) % 16 == 0) {
+    params.dq_turn[tile + (first_row + thread) / 16] = 0;
+  }
+}
+
+// delta = rowsum(dO * O) - dlse; clears the workspace of dQ. Grid: (query blocks * nheads, 1,
+// batch), blocks up to the end of the last row tile.
+template <typename T, int kHeadDim, int kHeadDimV, bool kAnyAlignment>
 __global__ void __launch_bounds__(128)
     backward_delta_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
-  constexpr int kLanes = kDeltaLanes<kHeadDimV>;
+  constexpr int kLanes = kDeltaLanes<kHeadDimV>, kRows = kDeltaRows<kHeadDimV>;
   const int batch = first_batch + blockIdx.z, head = blockIdx.x % params.nheads;
   const Sequence sequence(params, batch);
-  const int row = blockIdx.x / params.nheads * kDeltaRows<kHeadDimV> + threadIdx.x / kLanes;
+  const int first_row = blockIdx.x / params.nheads * kRows;
+  clear_workspace<kHeadDim, kRows>(params, sequence, batch, head, first_row);
+  const int row = first_row + threadIdx.x / kLanes;
   const int col = threadIdx.x % kLanes * 8;
   const T* const dout =
       rows_of<const T>(params.dout, sequence.q_batch, sequence.q_first + row, head) + col;

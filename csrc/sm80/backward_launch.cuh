@@ -15,6 +15,7 @@
 #include "kernel.h"
 #include "params.h"
 #include "sm80/backward_kernel.cuh"
+#include "sm80/clear_gaps.cuh"
 
 namespace flash::sm80 {
 
@@ -85,13 +86,19 @@ void launch_backward(BackwardParams params, cudaStream_t stream) {
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
   params.row_tiles = row_tiles(params);
-  // One thread block of the two small kernels for each head and each so many queries.
-  const auto grid = [&](int queries, int batch) {
-    return dim3((params.seqlen_q + queries - 1) / queries * params.nheads, 1,
+  if (params.cu_seqlens_q != nullptr || params.cu_seqlens_k != nullptr ||
+      params.seqused_k != nullptr || params.leftpad_k != nullptr) {
+    launch_clear_gaps<T>(params, stream);
+  }
+  // One thread block of the two small kernels for each head and each so many rows, counted to the
+  // end of the last row tile.
+  const int rows = (params.seqlen_q + 15) / 16 * 16;
+  const auto grid = [&](int rows_of_block, int batch) {
+    return dim3((rows + rows_of_block - 1) / rows_of_block * params.nheads, 1,
                 std::min(params.batch - batch, kMaxGrid));
   };
   for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
-    backward_delta_kernel<T, kHeadDimV, kAnyAlignment>
+    backward_delta_kernel<T, kHeadDim, kHeadDimV, kAnyAlignment>
         <<<grid(kDeltaRows<kHeadDimV>, batch), 128, 0, stream>>>(params, batch);
     check_cuda(cudaGetLastError(), "launch of the sm80 delta kernel");
   }

@@ -15,6 +15,7 @@
 #include "common/fragment.h"
 #include "common/mask.h"
 #include "common/pack.h"
+#include "common/range.h"
 #include "common/scores.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"
@@ -203,7 +204,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     q_loader.load(shared_address(shared.q), m_end - m_begin);
     k_loader.load(shared_k, n_end - n_start);
   }
-  for (int n_begin = n_start; n_begin < n_end; n_begin += kBlockN) {
+  for (Walk<kBlockN> keys({n_start, n_end}); keys.valid(); keys.advance()) {
+    const int n_begin = keys.place();
     const int warp_n_begin = n_begin + team.rank * kWarpKeys;
     ptx::cp_async_wait_all();
     __syncthreads();  // K has arrived; every warp is done with the last V
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
     ptx::cp_async_wait_all();
     __syncthreads();  // V has arrived; every warp is done with K
-    if (n_begin + kBlockN < n_end) k_loader.load(shared_k, n_end - n_begin - kBlockN);
+    if (keys.has_next()) k_loader.load(shared_k, n_end - keys.next());
     if (kFull && dropout.enabled) {
       const auto kept_of_block = [&](int m, int n) {
         return dropout.kept((m_begin + team_begin) / 16 + m, warp_n_begin / 16 + n, lane);

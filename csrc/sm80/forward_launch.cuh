@@ -8,20 +8,15 @@
 #include <string>
 #include <type_traits>
 
-#include "common/gaps.h"
 #include "common/mask.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"
 #include "kernel.h"
 #include "params.h"
+#include "sm80/clear_gaps.cuh"
 #include "sm80/forward_kernel.cuh"
 
 namespace flash::sm80 {
-
-template <typename T>
-__global__ void clear_gaps_kernel(const __grid_constant__ ForwardParams params) {
-  clear_gaps<T>(params, blockIdx.x, gridDim.x, threadIdx.x);
-}
 
 template <typename Config>
 void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
@@ -34,8 +29,7 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
   const float scale_log2 = scale_log2_of(params);
   if (params.cu_seqlens_q != nullptr) {
-    clear_gaps_kernel<typename Config::T><<<8 * multiprocessors(), 32, 0, stream>>>(params);
-    check_cuda(cudaGetLastError(), "launch of the sm80 kernel for rows of no sequence");
+    launch_clear_gaps<typename Config::T>(params, stream);
   }
   const int num_m_blocks = (params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
