@@ -72,6 +72,7 @@ OPTIONS = (
     "queries",
     "page_size",
 )
+SHORT_MS = 0.03  # about the host time of a call on a slow host
 # GB/s that the maker of the GPU gives for its memory.
 BANDWIDTHS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0}
 
@@ -196,7 +197,7 @@ def measure(
                     backends[name] = name
                 samplers[name] = sample
             names.append(name)
-        ms = time_in_turn(samplers, rounds)
+        ms = time_in_turn(samplers, rounds) if samplers else {}
     ours = next((name for name in OURS if name in ms), None)
     return {
         **case._asdict(),
@@ -452,6 +453,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\nspeed of ours ({ours or 'none ran'}), geometric mean of the ratios")
     print(*summary(rows, a.baseline), sep="\n")
     report.print_skipped(rows)
+    launched = [row for row in rows if device == "cuda" and row["timing"] == "launch"]
+    if any(ms < SHORT_MS for row in launched for ms in row["ms"].values()):
+        print(f"calls below {SHORT_MS} ms may be the host's time: --timing graph has the GPU's")
     plots.draw_if_possible(stem.with_suffix(".json"), plots.speed)
 
 

@@ -134,7 +134,8 @@ def cache_speed(rows: Sequence[Row], title: str, bandwidth: float | None) -> Fig
         axes.bar_label(bars, [f"{rows[i]['gbs'][name]:.0f}" for i in places], fontsize=8, padding=2)
     labels = []
     for row in rows:
-        size = f"batch {row['batch']}, {thousands(row['seqlen'])}"
+        most = "up to " if row["varlen"] else ""
+        size = f"batch {row['batch']}, {most}{thousands(row['seqlen'])}"
         heads = f"{row['nheads']}/{row['nheads_kv']} heads of {row['headdim']}"
         labels.append(f"{size}, {', '.join(cache_words(row))}\n{heads}")
     axes.set_yticks([i * height for i in range(len(rows))], labels)

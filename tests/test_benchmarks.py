@@ -638,6 +638,12 @@ def test_a_row_has_the_name_of_the_backend_that_ran():
     assert rows["both"] == (["sm90"], {"sm90": "tiled"})
 
 
+def test_a_case_that_nobody_can_run_has_a_row():
+    case = Case("forward", "fp32", 32, True, 32, tokens=64, width=64)
+    row = attention.measure(case, {"fa3": find_providers()["fa3"]}, "cpu", 1)
+    assert row["ours"] is None and row["ms"] == {} and row["skipped"].keys() == {"fa3"}
+
+
 def test_columns_follow_the_backend(capsys):
     base = {**Case("forward", "bf16", 64, True, 32)._asdict(), "nheads": 1, "nheads_kv": 1}
     base |= {"batch": 1, "ours": "sm90", "providers": ["sm90", "fa3"]}
