@@ -1,4 +1,4 @@
-"""Speed of attention, in TFLOP/s, beside its peers: every combination of the options given.
+"""Speed of attention, in TFLOP/s and GB/s, beside its peers: each combination of the options.
 
 Run as ``python -m benchmarks.attention``; ``--help`` lists the options. Prints a table, writes
 NAME.json, NAME.csv and a NAME-*.png for each direction into ``benchmarks/results/<gpu>/``. Without
@@ -10,27 +10,25 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import plots, report
+from benchmarks.cases import DTYPES, MATMULS, Case, Inputs, make_inputs
 from benchmarks.providers import (
-    DTYPES,
-    MATMULS,
-    Case,
-    Inputs,
     Provider,
     add_arguments,
     attempt,
     bind,
     chosen_providers,
-    make_inputs,
+    recorded_backends,
 )
 from benchmarks.report import OURS, Row
-from benchmarks.timing import larger_than_l2, time_in_turn
+from benchmarks.timing import Sampler, capture_stream, larger_than_l2, sampler, time_in_turn
 
 DEFAULTS = {
     "cuda": {
@@ -71,7 +69,12 @@ OPTIONS = (
     "softcap",
     "alibi",
     "deterministic",
+    "queries",
+    "page_size",
 )
+SHORT_MS = 0.03  # about the host time of a call on a slow host
+# GB/s that the maker of the GPU gives for its memory.
+BANDWIDTHS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0}
 
 
 def combinations(**axes: Sequence[Any]) -> list[dict[str, Any]]:
@@ -80,11 +83,21 @@ def combinations(**axes: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 class Preset(NamedTuple):
-    """Cases, by their fields but direction and dtype, and whom they compare."""
+    """Cases, by their fields but direction and dtype, and how they are compared."""
 
     cases: list[dict[str, Any]]
     providers: tuple[str, ...] = ("sm90", "fa3", "cudnn")
     baseline: str = "fa3"
+    others: dict[str, Any] = {}  # defaults of other options
+
+
+def decoding(
+    batch: int, seqlen: int, nheads: int = 32, nheads_kv: int = 8, headdim: int = 128, **more: Any
+) -> dict[str, Any]:
+    """A step of decoding: queries at the end of ``batch`` KV caches."""
+    fields = {"queries": 1, "causal": True, "headdim": headdim, "seqlen": seqlen, **more}
+    sizes = {"tokens": batch * seqlen, "width": nheads * headdim, "group": nheads // nheads_kv}
+    return {**fields, **sizes}
 
 
 MASKS = (False, True)
@@ -94,7 +107,10 @@ PRESETS = {
             headdim=(64, 96, 128, 192, 256), causal=MASKS, seqlen=[2**n for n in range(10, 15)]
         )
     ),
-    "short": Preset(combinations(headdim=(64, 128, 256), causal=MASKS, seqlen=(128, 256, 512))),
+    "short": Preset(
+        combinations(headdim=(64, 128, 256), causal=MASKS, seqlen=(128, 256, 512)),
+        others={"timing": "graph"},
+    ),
     "window": Preset(
         combinations(window=(256, 1024, 4096), headdim=(64, 128), causal=[True], seqlen=[16384])
     ),
@@ -126,6 +142,21 @@ PRESETS = {
         providers=("sm90", "sm80"),
         baseline="sm80",
     ),
+    "decode": Preset(
+        [
+            *(decoding(1, 1024 * n) for n in (1, 8, 32, 128)),
+            *(decoding(16, 1024 * n) for n in (1, 8, 32)),
+            *(decoding(64, 1024 * n) for n in (1, 8)),
+            *(decoding(batch, 8192, queries=4) for batch in (1, 16)),
+            decoding(16, 8192, nheads_kv=32),
+            decoding(64, 8192, nheads=128, nheads_kv=1),
+            decoding(16, 8192, headdim=64),
+            *(decoding(16, 8192, page_size=n) for n in (16, 64, 256)),
+            decoding(32, 8192, page_size=16, varlen=True),  # more sequences, as most are shorter
+        ],
+        providers=("sm90", "sm80", "fa3", "flashinfer", "flash", "cudnn"),
+        others={"timing": "graph", "flush_l2": True, "direction": ["forward"]},
+    ),
 }
 
 
@@ -134,66 +165,120 @@ def measure(
     providers: Mapping[str, Provider],
     device: str = "cuda",
     rounds: int = 10,
+    timing: str = "launch",
     l2_buffer: Tensor | None = None,
 ) -> Row:
-    """Time the providers in turn.
+    """Time the providers in turn; ``timing`` is "launch" or "graph".
 
     Returns
     -------
     dict
-        The fields of the case, ``ms`` and ``tflops`` by provider, ``ratio``: the speed of ours (the
-        best backend of this library that ran) over that of each other, and ``skipped``: the reason
-        by provider.
+        The fields of the case and, by provider, ``ms``, ``tflops``, ``gbs`` (GB/s), ``backend``
+        (which ran, of this library), ``ratio``: the speed of ours (the best backend of this library
+        that ran) over that of each other, and ``skipped``: the reason. A backward that another
+        backend runs than the one asked for counts as that one's. ``providers`` are the names so
+        found, in order.
     """
-    inputs = make_inputs(case, device)
-    calls, skipped = {}, {}
-    for name, provider in providers.items():
-        call, reason = attempt(prepare, provider, case, inputs)
-        if call is None:
-            skipped[name] = reason
-        else:
-            calls[name] = call
-    ms = time_in_turn(calls, device, rounds, l2_buffer=l2_buffer) if calls else {}
-    tflops = {name: case.flops / time / 1e9 for name, time in ms.items()}
-    ours = next((name for name in OURS if name in tflops), None)
+    graph = timing == "graph" and device == "cuda"
+    samplers: dict[str, Sampler] = {}
+    backends, skipped, names = {}, {}, []
+    with capture_stream() if graph else nullcontext():
+        inputs = make_inputs(case, device)
+        for name, provider in providers.items():
+            ready, why = attempt(prepare, provider, case, inputs, device, graph, l2_buffer)
+            if ready is None:
+                skipped[name] = why
+            else:
+                sample, chosen = ready
+                if name in OURS and case.direction == "both":
+                    backends[name] = "+".join(dict.fromkeys(chosen.values()))
+                elif name in OURS:
+                    name = chosen.get(case.direction, name)
+                    backends[name] = name
+                samplers[name] = sample
+            names.append(name)
+        ms = time_in_turn(samplers, rounds) if samplers else {}
+    ours = next((name for name in OURS if name in ms), None)
     return {
         **case._asdict(),
         "nheads": case.nheads,
         "nheads_kv": case.nheads_kv,
         "batch": len(case.lengths),
+        "timing": "graph" if graph else "launch",
+        "l2": "warm" if l2_buffer is None else "cold",
+        "providers": list(dict.fromkeys(names)),
         "ours": ours,
-        "ms": {name: round(time, 4) for name, time in ms.items()},
-        "tflops": {name: float(f"{value:.4g}") for name, value in tflops.items()},
+        "backend": backends,
+        "ms": {name: rounded(time) for name, time in ms.items()},
+        "tflops": {name: rounded(case.flops / time / 1e9) for name, time in ms.items()},
+        "gbs": {name: rounded(case.bytes / time / 1e6) for name, time in ms.items()},
         "ratio": {
-            name: round(tflops[ours] / value, 3)
-            for name, value in tflops.items()
+            name: round(time / ms[ours], 3)
+            for name, time in ms.items()
             if ours is not None and name != ours
         },
         "skipped": skipped,
     }
 
 
-def prepare(provider: Provider, case: Case, inputs: Inputs) -> Callable[[], object]:
-    """Return what to time, once it has run."""
-    call = bind(provider, case, inputs)
-    call()
-    return call
+def prepare(
+    provider: Provider,
+    case: Case,
+    inputs: Inputs,
+    device: str,
+    graph: bool,
+    l2_buffer: Tensor | None,
+) -> tuple[Sampler, dict[str, str]]:
+    """Return what times the call, once it has run, and the backends of this library that ran it."""
+    with recorded_backends() as chosen:
+        call = bind(provider, case, inputs)
+        call()
+    return sampler(call, device, graph, l2_buffer), chosen
 
 
-def cells(row: Row, names: Sequence[str], options: Sequence[str], baseline: str) -> dict[str, str]:
-    """A line of the table, by column."""
-    tflops, ratio = row["tflops"], row["ratio"]
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def cells(
+    row: Row, options: Sequence[str], baseline: str, bandwidth: float | None
+) -> dict[str, str]:
+    """A line of the table, by column: TFLOP/s of all and GB/s of ours; of a KV cache GB/s first."""
+    ours, decodes = row["ours"], row["queries"] > 0
+    speeds, other = ("gbs", "tflops") if decodes else ("tflops", "gbs")
+    heads = {"batch": str(row["batch"]), "heads": f"{row['nheads']}/{row['nheads_kv']}"}
+    ms = row["ms"].get(ours)
+    more = {"us": figure(ms and ms * 1e3)}
+    if decodes and bandwidth is not None:
+        gbs = row["gbs"].get(ours)
+        more[f"% of {bandwidth:g}"] = figure(gbs and 100 * gbs / bandwidth)
     return {
         "direction": row["direction"],
         "dtype": row["dtype"],
         "headdim": str(row["headdim"]),
         "causal": "yes" if row["causal"] else "no",
         "seqlen": str(row["seqlen"]),
+        **(heads if decodes else {}),
         **{option: str(row[option]) for option in options},
-        **{name: figure(tflops.get(name)) for name in names},
-        f"to {baseline}": figure(ratio.get(baseline), 2),
-        "to best peer": figure(to_best_peer(ratio), 2),
+        **{name: figure(row[speeds].get(name)) for name in row["providers"]},
+        **(more if decodes else {}),
+        "TFLOP/s" if decodes else "GB/s": figure(row[other].get(ours)),
+        f"to {baseline}": figure(row["ratio"].get(baseline), 2),
+        "to best peer": figure(to_best_peer(row["ratio"]), 2),
     }
+
+
+def print_rows(
+    rows: Iterable[Row], options: Sequence[str], baseline: str, bandwidth: float | None
+) -> list[Row]:
+    """Print each row as it comes, a header where the columns change; return them all."""
+    printed, columns = [], None
+    for row in rows:
+        line = cells(row, options, baseline, bandwidth)
+        report.print_cells(line, head=list(line) != columns)
+        columns = list(line)
+        printed.append(row)
+    return printed
 
 
 def figure(value: float | None, decimals: int = 1) -> str:
@@ -259,6 +344,8 @@ def grid(arguments: argparse.Namespace) -> list[Case]:
         "deterministic": a.deterministic,
         "tokens": a.tokens,
         "width": a.width,
+        "queries": a.queries,
+        "page_size": a.page_size,
     }
     return [Case(**fields, **alone) for fields in combinations(**outer, **axes, **sizes)]
 
@@ -291,18 +378,32 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     add("--softcap", type=float, default=0.0, help="of the scores; 0: none")
     add("--alibi", action="store_true", help="slopes of ALiBi, one a head")
     add("--deterministic", action="store_true", help="gradients")
+    add("--queries", type=int, default=0, help="a sequence, of a KV cache of seqlen keys; 0: none")
+    add("--page-size", type=int, default=0, help="of the KV cache; 0: no pages")
     add_arguments(parser)
     add("--baseline", default="flash", help="whom the first ratio is to")
     add(
-        "--flush-l2", action="store_true", help="time each call with an L2 cache without its inputs"
+        "--timing",
+        choices=("launch", "graph"),
+        default="launch",
+        help="launch: calls one after the other; graph: captured into a CUDA graph, for calls "
+        "shorter than their host time",
     )
+    add(
+        "--flush-l2",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="time each call with an L2 cache without its inputs",
+    )
+    bandwidth = BANDWIDTHS.get(report.device_name())
+    add("--bandwidth", type=float, default=bandwidth, help="GB/s of the memory, to compare with")
     add("--rounds", type=int, help="samples of each")
     add("--smoke", action="store_true", help="few cases; what says which is not read")
     add(
         "--preset",
         choices=PRESETS,
-        help="cases of a comparison, with its providers, as attention-PRESET: of what says which, "
-        "--direction and --dtype alone are read",
+        help="cases of a comparison, with its providers and timing, as attention-PRESET: of what "
+        "says which cases, --direction and --dtype alone are read",
     )
     report.add_arguments(parser, "attention")
     parser.set_defaults(**DEFAULTS[device])
@@ -313,6 +414,7 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
             providers=list(preset.providers),
             baseline=preset.baseline,
             output=f"attention-{given.preset}",
+            **preset.others,
         )
     return parser.parse_args(arguments)
 
@@ -331,7 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = [x for x in OPTIONS if any(c._asdict()[x] != Case._field_defaults[x] for c in cases)]
 
     def measure_case(case: Case) -> Row:
-        return measure(case, providers, device, a.rounds, l2_buffer)
+        return measure(case, providers, device, a.rounds, a.timing, l2_buffer)
 
     def label(case: Case) -> str:
         mask = "causal" if case.causal else "full"
@@ -339,17 +441,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             [*plots.case_words(case._asdict()), f"d{case.headdim}", mask, f"{case.seqlen}"]
         )
 
-    torch.manual_seed(0)
-    print(f"{report.device_name()}, torch {torch.__version__}, {cases[0].tokens} tokens, TFLOP/s")
-    rows: list[Row] = []
     stem = a.folder / a.output
-    for row in report.record(stem, a, report.with_progress(measure_case, cases, label)):
-        report.print_cells(cells(row, list(providers), options, a.baseline), head=not rows)
-        rows.append(row)
+    measured = report.record(stem, a, report.with_progress(measure_case, cases, label))
+    sizes = "" if cases[0].queries else f"{cases[0].tokens} tokens, "
+    unit = "GB/s" if cases[0].queries else "TFLOP/s"
+    times = f"calls in a {'CUDA graph' if a.timing == 'graph' and device == 'cuda' else 'row'}"
+    l2 = "warm" if l2_buffer is None else "cold"
+    print(f"{report.device_name()}, torch {torch.__version__}, {sizes}{unit}, {times}, L2 {l2}")
+    rows = print_rows(measured, options, a.baseline, a.bandwidth)
     ours = ", ".join(dict.fromkeys(row["ours"] for row in rows if row["ours"]))
     print(f"\nspeed of ours ({ours or 'none ran'}), geometric mean of the ratios")
     print(*summary(rows, a.baseline), sep="\n")
     report.print_skipped(rows)
+    launched = [row for row in rows if device == "cuda" and row["timing"] == "launch"]
+    if any(ms < SHORT_MS for row in launched for ms in row["ms"].values()):
+        print(f"calls below {SHORT_MS} ms may be the host's time: --timing graph has the GPU's")
     plots.draw_if_possible(stem.with_suffix(".json"), plots.speed)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
-from benchmarks.timing import time_in_turn
+from benchmarks.timing import Call, sampler, time_in_turn
 
 NHEADS, HEADDIM = 8, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,8 +109,8 @@ def measure(case: Case, backward: bool, rounds: int) -> dict[str, float]:
         out = attend(*leaves)
         return torch.autograd.grad(out, leaves, dout) if backward else out
 
-    functions = {"ours": lambda: call(case.ours), "PyTorch": lambda: call(case.peer)}
-    return time_in_turn(functions, "cpu", rounds)
+    calls = {"ours": Call(lambda: call(case.ours)), "PyTorch": Call(lambda: call(case.peer))}
+    return time_in_turn({name: sampler(each, "cpu") for name, each in calls.items()}, rounds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,17 +14,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks import plots, report
-from benchmarks.providers import (
-    DTYPES,
-    Case,
-    Inputs,
-    Provider,
-    add_arguments,
-    attempt,
-    bind,
-    chosen_providers,
-    make_inputs,
-)
+from benchmarks.cases import DTYPES, Case, Inputs, make_inputs
+from benchmarks.providers import Provider, add_arguments, attempt, bind, chosen_providers
 from benchmarks.report import OURS, Row
 from flash_attn.demo import with_peak_memory
 

@@ -6,7 +6,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.report import OURS, Row
 
@@ -26,7 +26,11 @@ STYLES = {
     "flash_op": ("PyTorch flash, the operator alone", "#f0a58f"),
     "cudnn": ("cuDNN", "#4f9d69"),
     "fa3": ("FlashAttention-3", "#7a4e9f"),
+    "flashinfer": ("FlashInfer", "#3aa6b9"),
 }
+
+WIDTH = 8.3  # inches of a figure, that pages show at about 830 pixels: fonts keep their size there
+HEADDIMS = (64, 128, 256)  # drawn where a record has more than three
 
 Drawing = Callable[[dict[str, Any]], Iterator[tuple[str, "Figure"]]]
 
@@ -56,38 +60,101 @@ def draw(record: Path, drawing: Drawing) -> None:
 
 
 def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """Bars of TFLOP/s by seqlen: a figure for each direction, dtype and set of options."""
+    """Bars of TFLOP/s by seqlen: a figure for each direction, dtype and set of options.
+
+    Cases with a KV cache have one figure for each dtype.
+    """
     by_figure: dict[tuple[str, ...], list[Row]] = {}
+    by_dtype: dict[str, list[Row]] = {}
     for row in data["rows"]:
-        by_figure.setdefault(case_words(row), []).append(row)
+        if row.get("queries"):
+            by_dtype.setdefault(row["dtype"], []).append(row)
+        else:
+            by_figure.setdefault(case_words(row), []).append(row)
+    device = data["environment"]["device"]
+    for dtype, rows in by_dtype.items():
+        if any(row["gbs"] for row in rows):
+            bandwidth = data["environment"]["arguments"]["bandwidth"]
+            yield f"-{dtype}", cache_speed(rows, f"KV cache, {dtype} on {device}", bandwidth)
     for words, rows in by_figure.items():
-        names = [name for name in STYLES if any(name in row["tflops"] for row in rows)]
+        speeds = [by_backend(row) for row in rows]
+        names = [name for name in STYLES if any(name in speed for speed in speeds)]
         if not names:  # all skipped
             continue
         headdims = sorted({row["headdim"] for row in rows})
+        if len(headdims) > len(HEADDIMS):
+            headdims = [headdim for headdim in headdims if headdim in HEADDIMS]
         causals = sorted({row["causal"] for row in rows})
-        seqlens = sorted({row["seqlen"] for row in rows})
-        panel_width = 1.5 + 0.26 * len(names) * len(seqlens)
-        figure = new_figure(panel_width * len(causals), 2.9 * len(headdims))
-        panels = figure.subplots(len(headdims), len(causals), squeeze=False, sharey="row")
-        for i, headdim in enumerate(headdims):
-            for j, causal in enumerate(causals):
-                shown = [r for r in rows if (r["headdim"], r["causal"]) == (headdim, causal)]
-                by_seqlen = {row["seqlen"]: row["tflops"] for row in shown}
-                draw_bars(panels[i][j], by_seqlen, names)
-                mask = "causal" if causal else "not causal"
-                panels[i][j].set_title(f"head dim {headdim}, {mask}", fontsize=10)
-            panels[i][0].set_ylabel("TFLOP/s")
-        for panel in panels[-1]:
-            panel.set_xlabel("sequence length")
-        device, row = data["environment"]["device"], rows[0]
-        title = f"Attention {' '.join(words)} on {device}"
+        seqlens = {row["seqlen"] for row in rows}
+        # As many panels in a row as have room for their bars.
+        columns = len(causals) if len(names) * len(seqlens) * len(causals) <= 50 else 1
+        panels = [(headdim, causal) for headdim in headdims for causal in causals]
+        lines = len(panels) // columns
+        figure = new_figure(WIDTH, 1.2 + 2.5 * lines)
+        all_axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flat
+        for k, (axes, (headdim, causal)) in enumerate(zip(all_axes, panels, strict=True)):
+            by_seqlen = {
+                row["seqlen"]: speed
+                for row, speed in zip(rows, speeds, strict=True)
+                if (row["headdim"], row["causal"]) == (headdim, causal)
+            }
+            draw_bars(axes, by_seqlen, names)
+            axes.set_title(f"head dim {headdim}, {'causal' if causal else 'not causal'}")
+            if k % columns == 0:
+                axes.set_ylabel("TFLOP/s")
+            if k >= len(panels) - columns:
+                axes.set_xlabel("sequence length")
+        row = rows[0]
         heads = f"{row['width']} / head dim query heads"
         if any(other["width"] != row["width"] for other in rows):
             heads = f"{row['nheads']} query and {row['nheads_kv']} key heads"
-        sizes = f"{row['tokens']} tokens, {heads}"
-        finish(figure, f"{title}\n{sizes}", names)
+        title = f"Attention {' '.join(words)} on {device}\n{row['tokens']} tokens, {heads}"
+        finish(figure, title, names)
         yield "-" + "-".join(words).replace(" ", ""), figure
+
+
+def by_backend(row: Row) -> dict[str, float]:
+    """TFLOP/s by what computed it: in older records the backward of "sm90" was sm80's."""
+    speeds = dict(row["tflops"])
+    if "backend" not in row and row["direction"] == "backward" and "sm90" in speeds:
+        speeds.setdefault("sm80", speeds.pop("sm90"))
+    return speeds
+
+
+def cache_speed(rows: Sequence[Row], title: str, bandwidth: float | None) -> Figure:
+    """Lying bars of GB/s, a group for each case; a line at the memory's bandwidth."""
+    names = [name for name in STYLES if any(name in row["gbs"] for row in rows)]
+    height = 0.17 * len(names) + 0.15  # of a group
+    figure = new_figure(WIDTH, 1.4 + height * len(rows))
+    axes = figure.subplots()
+    for k, name in enumerate(names):
+        places = [i for i, row in enumerate(rows) if name in row["gbs"]]
+        y = [i * height + 0.17 * (k - (len(names) - 1) / 2) for i in places]
+        bars = axes.barh(y, [rows[i]["gbs"][name] for i in places], 0.16, color=STYLES[name][1])
+        axes.bar_label(bars, [f"{rows[i]['gbs'][name]:.0f}" for i in places], fontsize=8, padding=2)
+    labels = []
+    for row in rows:
+        most = "up to " if row["varlen"] else ""
+        size = f"batch {row['batch']}, {most}{thousands(row['seqlen'])}"
+        heads = f"{row['nheads']}/{row['nheads_kv']} heads of {row['headdim']}"
+        labels.append(f"{size}, {', '.join(cache_words(row))}\n{heads}")
+    axes.set_yticks([i * height for i in range(len(rows))], labels)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel("GB/s")
+    if bandwidth is not None:
+        axes.axvline(bandwidth, color="black", linewidth=0.8, linestyle="--")
+    finish(figure, title, names, grid="x")
+    return figure
+
+
+def cache_words(row: Row) -> list[str]:
+    """What a KV cache is like, beside its size."""
+    queries = row.get("queries", 0)
+    if not queries:
+        return []
+    words = [f"{queries} {'query' if queries == 1 else 'queries'}"]
+    return words + ([f"pages of {row['page_size']}"] if row["page_size"] else [])
 
 
 def case_words(row: Row) -> tuple[str, ...]:
@@ -101,6 +168,7 @@ def case_words(row: Row) -> tuple[str, ...]:
     softcap = f"softcap {row['softcap']:g}" if row["softcap"] > 0 else ""
     flags = (name if row[name] else "" for name in ("alibi", "deterministic"))
     words = (row["direction"], row["dtype"], left, group, varlen, dropout, softcap, *flags)
+    words += tuple(cache_words(row))
     return tuple(word for word in words if word)
 
 
@@ -113,16 +181,17 @@ def draw_bars(axes: Axes, by_seqlen: dict[int, dict[str, float]], names: Sequenc
         x = [i + (k - (len(names) - 1) / 2) * width for i in places]
         bars = axes.bar(x, heights, width, color=STYLES[name][1])
         texts = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
-        axes.bar_label(bars, texts, fontsize=6.5, rotation=90 if len(names) > 4 else 0, padding=2)
+        crowded = len(names) * len(seqlens) > 12
+        axes.bar_label(bars, texts, fontsize=8, rotation=90 if crowded else 0, padding=2)
     axes.set_xticks(range(len(seqlens)), [thousands(seqlen) for seqlen in seqlens])
-    axes.margins(y=0.16)
+    axes.margins(x=0.01, y=0.16)
 
 
 def memory(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Lines of peak memory by seqlen, both logarithmic."""
     rows = data["rows"]
     names = [name for name in STYLES if any(name in row["peak_mib"] for row in rows)]
-    figure = new_figure(6.6, 4.6)
+    figure = new_figure(WIDTH, 4.6)
     axes = figure.subplots()
     ours = next((name for name in OURS if name in names), None)
     for name in names:
@@ -142,7 +211,7 @@ def memory(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
                     xytext=(0, -12 if name == ours else 6),
                     textcoords="offset points",
                     ha="center",
-                    fontsize=7,
+                    fontsize=8,
                 )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=4)
@@ -166,17 +235,17 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure((width, height), layout="constrained")
 
 
-def finish(figure: Figure, title: str, names: Sequence[str]) -> None:
+def finish(figure: Figure, title: str, names: Sequence[str], grid: Literal["x", "y"] = "y") -> None:
     """Add the title, a legend of ``names``, and grids below the data."""
     from matplotlib.patches import Patch
 
     for each in figure.axes:
-        each.grid(axis="y", alpha=0.3)
+        each.grid(axis=grid, alpha=0.3)
         each.set_axisbelow(True)
         each.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     patches = [Patch(label=STYLES[name][0], color=STYLES[name][1]) for name in names]
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
 
 
 def thousands(n: int) -> str:

@@ -1,16 +1,18 @@
-"""Attention problems, and those who compute them: this library, PyTorch, FlashAttention-3."""
+"""Who computes attention: this library, PyTorch, FlashAttention-3, FlashInfer."""
 
 from __future__ import annotations
 
 import argparse
-import random
+import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,142 +20,62 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
+from benchmarks.cases import Case, Inputs
 from benchmarks.report import OURS
+from benchmarks.timing import Call
+from flash_attn import _backends
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MATMULS = {"forward": 2, "backward": 5, "both": 7}
 STANDARD_MATRICES = 4  # about what standard attention holds at once, each of N x N elements
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Result = Tensor | tuple[Tensor, ...]
+Forward = Callable[[], Tensor]
 
 
-class Case(NamedTuple):
-    """Self-attention of ``tokens`` tokens and ``width`` columns."""
-
-    direction: str  # of MATMULS; backward is that alone
-    dtype: str  # of DTYPES
-    headdim: int
-    causal: bool
-    seqlen: int  # the longest, if varlen
-    window: int = -1  # keys that a query sees to its left and, unless causal, to its right
-    group: int = 1  # query heads of a key head
-    varlen: bool = False  # sequences of random lengths, packed
-    shortest: int = 64  # of the random lengths
-    dropout_p: float = 0.0
-    softcap: float = 0.0
-    alibi: bool = False
-    deterministic: bool = False
-    tokens: int = 16384
-    width: int = 2048
-
-    @property
-    def nheads(self) -> int:
-        """A multiple of the group."""
-        return self.width // self.headdim // self.group * self.group
-
-    @property
-    def nheads_kv(self) -> int:
-        return self.nheads // self.group
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        return self.window, 0 if self.causal else self.window
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of the sequences; the same for every run."""
-        if not self.varlen:
-            return [self.seqlen] * max(1, self.tokens // self.seqlen)
-        draw = random.Random(0)
-        lengths = [self.seqlen]
-        while (rest := self.tokens - sum(lengths)) > 0:
-            lengths.append(min(rest, draw.randint(min(self.shortest, self.seqlen), self.seqlen)))
-        return lengths
-
-    @property
-    def flops(self) -> float:
-        """Of the matrix products, over the visible pairs of a query and a key.
-
-        As in the FlashAttention papers, a causal mask alone over equal lengths hides half of them.
-        """
-        if self.window < 0 and not self.varlen:
-            pairs = sum(n**2 for n in self.lengths) * (0.5 if self.causal else 1.0)
-        else:
-            pairs = sum(visible_pairs(n, *self.window_size) for n in self.lengths)
-        return MATMULS[self.direction] * 2.0 * self.nheads * self.headdim * pairs
-
-
-def visible_pairs(seqlen: int, left: int, right: int) -> int:
-    """Pairs (query, key) inside a window; -1 is unbounded."""
-    hidden_diagonals = [max(seqlen - 1 - bound, 0) for bound in (left, right) if bound >= 0]
-    return seqlen**2 - sum(n * (n + 1) // 2 for n in hidden_diagonals)
-
-
-class Inputs(NamedTuple):
-    """(batch, seqlen, heads, headdim), or (total, heads, headdim) with cu_seqlens."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    cu_seqlens: Tensor | None
-    alibi_slopes: Tensor | None  # (heads,)
-
-
-def make_inputs(case: Case, device: str) -> Inputs:
-    lengths = case.lengths
-    rows = (sum(lengths),) if case.varlen else (len(lengths), case.seqlen)
-
-    def random_heads(nheads: int, leaf: bool = True) -> Tensor:
-        x = torch.randn(*rows, nheads, case.headdim, device=device, dtype=DTYPES[case.dtype])
-        return x.requires_grad_(leaf and case.direction != "forward")
-
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    slopes = 2.0 ** (-8 * torch.arange(1, case.nheads + 1, device=device) / case.nheads)
-    return Inputs(
-        q=random_heads(case.nheads),
-        k=random_heads(case.nheads_kv),
-        v=random_heads(case.nheads_kv),
-        dout=random_heads(case.nheads, leaf=False),
-        cu_seqlens=cu_seqlens if case.varlen else None,
-        alibi_slopes=slopes if case.alibi else None,
-    )
+def _no_settings(case: Case) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
 class Provider:
     """Who computes attention.
 
-    ``forward`` returns the output in the layout of the inputs, differentiable, and raises where it
-    cannot run the case. Forward and backward both run inside ``context``.
+    ``prepare`` makes all that does not depend on the numbers (views, masks, plans), raises where
+    the provider cannot run the case, and returns the call alone: its output has the layout of q and
+    is differentiable. Everything runs inside ``context``.
     """
 
-    forward: Callable[[Case, Inputs], Tensor]
-    context: Callable[[Case], AbstractContextManager[object]]
+    prepare: Callable[[Case, Inputs], Forward]
+    context: Callable[[Case], AbstractContextManager[object]] = _no_settings
 
 
-def bind(provider: Provider, case: Case, inputs: Inputs) -> Callable[[], Result]:
-    """Return the function whose time or memory is that of the case; the backward has its graph."""
+def bind(provider: Provider, case: Case, inputs: Inputs) -> Call:
+    """Return the call whose time or memory is that of the case; the backward has its graph."""
     leaves = inputs.q, inputs.k, inputs.v
-    run: Callable[[], Result]
-    if case.direction == "backward":
-        with provider.context(case):
-            out = provider.forward(case, inputs)
-        run = partial(torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True)
-    elif case.direction == "both":
+    context = partial(provider.context, case)
+    with context():
+        forward = provider.prepare(case, inputs)
+        if case.direction == "forward":
+            return Call(forward, context)
+        if case.queries:
+            raise NotImplementedError("a KV cache has no backward")
+        if case.direction == "both":
+            return Call(lambda: torch.autograd.grad(forward(), leaves, inputs.dout), context)
+        grad = partial(torch.autograd.grad, forward(), leaves, inputs.dout, retain_graph=True)
+        return Call(grad, context)
 
-        def run() -> Result:
-            return torch.autograd.grad(provider.forward(case, inputs), leaves, inputs.dout)
-    else:
-        run = partial(provider.forward, case, inputs)
 
-    def call() -> Result:
-        with provider.context(case):
-            return run()
+@contextmanager
+def recorded_backends() -> Iterator[dict[str, str]]:
+    """By direction, the backend that this library chooses meanwhile."""
+    choose, chosen = _backends.choose, {}
 
-    return call
+    def recorded(problem: Any, direction: str = "forward") -> str:
+        chosen[direction] = choose(problem, direction)
+        return chosen[direction]
+
+    with mock.patch.object(_backends, "choose", recorded):
+        yield chosen
 
 
 def attempt(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T | None, str]:
@@ -192,7 +114,8 @@ def find_providers(math_gib: float = 40.0, fa3_library: str | None = None) -> di
         "flash": _flash(),
         "flash_op": Provider(_flash_operator, _torch_context),
         "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-        "fa3": Provider(partial(_fa3, library=fa3_library), lambda case: nullcontext()),
+        "fa3": Provider(partial(_fa3, library=fa3_library)),
+        "flashinfer": Provider(_flashinfer),
     }
 
 
@@ -207,25 +130,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def chosen_providers(arguments: argparse.Namespace) -> dict[str, Provider]:
     everyone = find_providers(arguments.math_gib, arguments.fa3_library)
     names = [*arguments.providers, *(["fa3"] if arguments.fa3_library else [])]
+    if "flashinfer" in names and not _has_flashinfer():
+        names.remove("flashinfer")
+        print("left out flashinfer, which is not installed")
     return {name: everyone[name] for name in names}
 
 
 def _ours(backend: str, deterministic: bool = False) -> Provider:
-    def forward(case: Case, x: Inputs) -> Tensor:
+    def prepare(case: Case, x: Inputs) -> Forward:
         options: dict[str, Any] = {
-            "dropout_p": case.dropout_p,
             "causal": case.causal,
             "window_size": case.window_size,
             "softcap": case.softcap,
             "alibi_slopes": x.alibi_slopes,
-            "deterministic": case.deterministic or deterministic,
         }
+        if case.queries:
+            _refuse(case, "dropout_p")
+            options |= {"cache_seqlens": x.cache_seqlens, "block_table": x.block_table}
+            return partial(flash_attn.flash_attn_with_kvcache, x.q, x.k, x.v, **options)
+        options["dropout_p"] = case.dropout_p
+        options["deterministic"] = case.deterministic or deterministic
         if x.cu_seqlens is None:
-            return flash_attn.flash_attn_func(x.q, x.k, x.v, **options)
+            return partial(flash_attn.flash_attn_func, x.q, x.k, x.v, **options)
         lengths = (x.cu_seqlens, x.cu_seqlens, case.seqlen, case.seqlen)
-        return flash_attn.flash_attn_varlen_func(x.q, x.k, x.v, *lengths, **options)
+        return partial(flash_attn.flash_attn_varlen_func, x.q, x.k, x.v, *lengths, **options)
 
-    return Provider(forward, lambda case: flash_attn.use_backend(backend))
+    return Provider(prepare, lambda case: flash_attn.use_backend(backend))
 
 
 def _refuse(case: Case, *options: str) -> None:
@@ -273,62 +203,78 @@ def _torch_context(case: Case, backend: SDPBackend | None = None) -> Iterator[No
 
 
 def _sdpa(backend: SDPBackend) -> Provider:
-    def forward(case: Case, x: Inputs) -> Tensor:
-        _refuse(case, "window", "varlen", "softcap", "alibi")
-        out = scaled_dot_product_attention(
-            x.q.transpose(1, 2),
-            x.k.transpose(1, 2),
-            x.v.transpose(1, 2),
-            dropout_p=case.dropout_p,
-            is_causal=case.causal,
-            enable_gqa=case.group > 1,
-        )
-        return out.transpose(1, 2)
+    def prepare(case: Case, x: Inputs) -> Forward:
+        _refuse(case, "window", "varlen", "softcap", "alibi", "page_size")
+        q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
+        mask = None
+        if case.queries > 1 and case.causal:  # is_causal means the first query and the first key
+            mask = q.new_full((case.queries, case.seqlen), -torch.inf)
+            mask = mask.triu(case.seqlen - case.queries + 1)
 
-    return Provider(forward, lambda case: _torch_context(case, backend))
+        def forward() -> Tensor:
+            out = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=case.dropout_p,
+                is_causal=case.causal and not case.queries,
+                enable_gqa=case.group > 1,
+            )
+            return out.transpose(1, 2)
+
+        return forward
+
+    return Provider(prepare, lambda case: _torch_context(case, backend))
 
 
 def _standard(limit_gib: float) -> Provider:
     """PyTorch's attention that forms the N x N matrices."""
     sdpa = _sdpa(SDPBackend.MATH)
 
-    def forward(case: Case, x: Inputs) -> Tensor:
-        matrix = sum(n**2 for n in case.lengths) * case.nheads * x.q.itemsize
+    def prepare(case: Case, x: Inputs) -> Forward:
+        matrix = sum((case.queries or n) * n for n in case.lengths) * case.nheads * x.q.itemsize
         if STANDARD_MATRICES * matrix > limit_gib * 2**30:
             raise NotImplementedError(f"N x N matrices of more than {limit_gib:g} GiB")
-        return sdpa.forward(case, x)
+        return sdpa.prepare(case, x)
 
-    return Provider(forward, sdpa.context)
+    return Provider(prepare, sdpa.context)
 
 
 def _flash() -> Provider:
-    """PyTorch's FlashAttention-2: windows and packed sequences only through its operator."""
+    """PyTorch's FlashAttention-2; what SDPA lacks runs through its operator."""
     sdpa = _sdpa(SDPBackend.FLASH_ATTENTION)
 
-    def forward(case: Case, x: Inputs) -> Tensor:
-        through_operator = case.window >= 0 or case.varlen
-        return (_flash_operator if through_operator else sdpa.forward)(case, x)
+    def prepare(case: Case, x: Inputs) -> Forward:
+        through_operator = case.window >= 0 or case.varlen or (case.queries > 1 and case.causal)
+        return (_flash_operator if through_operator else sdpa.prepare)(case, x)
 
-    return Provider(forward, sdpa.context)
+    return Provider(prepare, sdpa.context)
 
 
-def _flash_operator(case: Case, x: Inputs) -> Tensor:
-    _refuse(case, "softcap", "alibi")
+def _flash_operator(case: Case, x: Inputs) -> Forward:
+    _refuse(case, "softcap", "alibi", "page_size")
+    if case.queries:
+        _refuse(case, "varlen")
     left, right = case.window_size
-    return torch.ops.aten._flash_attention_forward(
-        x.q,
-        x.k,
-        x.v,
-        x.cu_seqlens,
-        x.cu_seqlens,
-        case.seqlen,
-        case.seqlen,
-        case.dropout_p,
-        case.causal,
-        False,  # return_debug_mask
-        window_size_left=left,
-        window_size_right=right,
-    )[0]
+
+    def forward() -> Tensor:
+        return torch.ops.aten._flash_attention_forward(
+            x.q,
+            x.k,
+            x.v,
+            x.cu_seqlens,
+            x.cu_seqlens,
+            case.queries or case.seqlen,
+            case.seqlen,
+            case.dropout_p,
+            case.causal,
+            False,  # return_debug_mask
+            window_size_left=left,
+            window_size_right=right,
+        )[0]
+
+    return forward
 
 
 @cache
@@ -336,14 +282,14 @@ def _load_library(path: str) -> None:
     torch.ops.load_library(path)
 
 
-def _fa3(case: Case, x: Inputs, library: str | None) -> Tensor:
+def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     if library is None:
         raise NotImplementedError("no library given (--fa3-library)")
     _refuse(case, "dropout_p", "alibi")
     _load_library(library)
     left, right = case.window_size
     longest = None if x.cu_seqlens is None else case.seqlen
-    options = {
+    options: dict[str, Any] = {
         "cu_seqlens_q": x.cu_seqlens,
         "cu_seqlens_k": x.cu_seqlens,
         "max_seqlen_q": longest,
@@ -353,7 +299,14 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Tensor:
         "window_size_right": right,
         "softcap": case.softcap,  # refused by builds without it
     }
-    return _FlashAttention3.apply(x.q, x.k, x.v, options, case.deterministic)
+    if case.direction != "forward":
+        apply = _FlashAttention3.apply
+        return partial(apply, x.q, x.k, x.v, options, case.deterministic)
+    options["num_splits"] = 1
+    if case.queries:  # 0: it chooses
+        options |= {"seqused_k": x.cache_seqlens, "page_table": x.block_table, "num_splits": 0}
+    fwd = partial(torch.ops.flash_attn_3.fwd, x.q, x.k, x.v, **options)
+    return lambda: fwd()[0]
 
 
 class _FlashAttention3(torch.autograd.Function):
@@ -370,3 +323,75 @@ class _FlashAttention3(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         dq, dk, dv, *_ = torch.ops.flash_attn_3.bwd(*grads, *ctx.saved_tensors, **ctx.options)
         return dq, dk, dv, None, None
+
+
+FLASHINFER_PAGE = 16  # rows of a page as which FlashInfer, which has pages alone, is given a cache
+FLASHINFER_WORKSPACE = 512 * 2**20  # bytes
+
+
+def _has_flashinfer() -> bool:
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+@cache
+def _flashinfer_workspace(device: torch.device) -> Tensor:
+    return torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def _flashinfer(case: Case, x: Inputs) -> Forward:
+    """FlashInfer's wrappers, planned here: what is timed is ``run`` alone."""
+    if not _has_flashinfer():
+        raise NotImplementedError("not installed")
+    _refuse(case, "dropout_p", "alibi")
+    if case.direction != "forward":
+        raise NotImplementedError("no gradient")
+    if case.window >= 0 and not case.causal:
+        raise NotImplementedError("no window to the right")
+    flashinfer = importlib.import_module("flashinfer")
+    workspace = _flashinfer_workspace(x.q.device)
+    heads = (case.nheads, case.nheads_kv, case.headdim)
+    options: dict[str, Any] = {
+        "window_left": case.window,
+        "logits_soft_cap": case.softcap,
+        "q_data_type": x.q.dtype,
+        "kv_data_type": x.k.dtype,
+    }
+    wrapper: Any
+    if not case.queries:
+        q, k, v = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (x.q, x.k, x.v))
+        indptr = _sums(case.lengths, x.q)
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(indptr, indptr, *heads, causal=case.causal, **options)
+        return lambda: wrapper.run(q, k, v).view(x.q.shape)
+
+    page_size, table = case.page_size, x.block_table
+    k, v = x.k, x.v
+    if table is None:
+        page_size = FLASHINFER_PAGE
+        if case.seqlen % page_size:
+            raise NotImplementedError(f"no cache of a length that is no multiple of {page_size}")
+        k, v = (tensor.reshape(-1, page_size, *tensor.shape[-2:]) for tensor in (x.k, x.v))
+        batch = len(case.lengths)
+        table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).view(batch, -1)
+    counts = [-(-n // page_size) for n in case.lengths]
+    pages = (
+        _sums(counts, x.q),
+        torch.cat([row[:count] for row, count in zip(table, counts, strict=True)]),
+        torch.tensor([(n - 1) % page_size + 1 for n in case.lengths]).to(table),
+    )
+    q = x.q.reshape(-1, *x.q.shape[-2:])  # (batch * queries, heads, headdim)
+    if case.queries == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=case.group > 1
+        )
+        wrapper.plan(*pages, *heads, page_size, **options)
+    else:
+        queries = _sums([case.queries] * len(case.lengths), x.q)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(queries, *pages, *heads, page_size, causal=case.causal, **options)
+    return lambda: wrapper.run(q, (k, v)).view(x.q.shape)
+
+
+def _sums(lengths: list[int], like: Tensor) -> Tensor:
+    """(batch + 1,) int32: where each sequence begins, and the end of the last."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=like.device)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("sm90", "sm80", "tiled")  # the backends of this library, best first
 
-# One case: plain values, and dicts of figures by provider.
+# One case: plain values, dicts of figures by provider, and ``providers``, their names.
 Row = dict[str, Any]
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write one line for each case and provider."""
     lines = []
     for row in rows:
-        values = {name: value for name, value in row.items() if not isinstance(value, dict)}
+        values = {name: x for name, x in row.items() if not isinstance(x, (dict, list))}
         figures = {name: value for name, value in row.items() if isinstance(value, dict)}
         for provider in dict.fromkeys(
             key for by_provider in figures.values() for key in by_provider

@@ -5,23 +5,20 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import flash_attn
-from benchmarks import attention, cpu, memory
-from benchmarks.providers import (
-    MATMULS,
-    OURS,
-    Case,
-    attempt,
-    bind,
-    find_providers,
-    make_inputs,
-)
+from benchmarks import attention, cpu, memory, plots, providers, report, timing
+from benchmarks.cases import MATMULS, Case, make_inputs
+from benchmarks.providers import OURS, Provider, attempt, bind, find_providers
+from benchmarks.timing import Call
+from flash_attn._backends import cuda
 
 TINY = ["--tokens", "64", "--width", "64", "--headdim", "32", "--rounds", "1"]
 DRAWS = importlib.util.find_spec("matplotlib") is not None
@@ -44,25 +41,41 @@ def run(main: Any, folder: Path, name: str, *arguments: str) -> list[dict[str, A
     return rows
 
 
-def visible(i: int, j: int, case: Case) -> bool:
+def pairs_of(case: Case) -> list[tuple[int, int, int]]:
+    """(sequence, query, key) that the definition of the mask lets see each other."""
     left, right = case.window_size
-    return (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
+    return [
+        (b, i, j)
+        for b, n in enumerate(case.lengths)
+        for i in range(case.queries or n)
+        for j in range(n)
+        for distance in [j - (i + n - (case.queries or n))]
+        if (left < 0 or distance >= -left) and (right < 0 or distance <= right)
+    ]
 
 
 @pytest.mark.parametrize("direction", MATMULS)
+@pytest.mark.parametrize("queries", [0, 1, 4])
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("window", [-1, 0, 5, 1000])
 @pytest.mark.parametrize("causal", [False, True])
-def test_flops_are_those_of_the_visible_pairs(causal, window, varlen, direction):
-    case = Case(direction, "fp32", 32, causal, 100, window, varlen=varlen, tokens=300, width=128)
+def test_flops_and_bytes_are_those_of_what_is_visible(causal, window, varlen, queries, direction):
+    sizes = {"tokens": 300, "width": 128, "group": 2, "queries": queries}
+    case = Case(direction, "fp16", 32, causal, 100, window, varlen=varlen, **sizes)
     assert sum(case.lengths) == 300 and max(case.lengths) == 100
-    pairs: float = sum(
-        visible(i, j, case) for n in case.lengths for i in range(n) for j in range(n)
-    )
-    if causal and window < 0 and not varlen:
+    seen = pairs_of(case)
+    pairs: float = len(seen)
+    if causal and window < 0 and not varlen and not queries:
         pairs -= 0.5 * 300  # half of all: without half the diagonal
     times = {"forward": 1.0, "backward": 2.5, "both": 3.5}[direction]
     assert case.flops == times * 4 * 4 * 32 * pairs
+
+    q = sum(queries or n for n in case.lengths) * 4 * 32 * 2  # 4 heads of 32 elements of 2 bytes
+    k = len({(b, j) for b, _, j in seen}) * 2 * 32 * 2
+    forward, backward = q + k + k + q, (q + k + k + q) + (q + k + k)
+    assert case.bytes == {"forward": forward, "backward": backward}.get(
+        direction, forward + backward
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -78,6 +91,12 @@ def test_flops_are_those_of_the_visible_pairs(causal, window, varlen, direction)
         {"varlen": True, "window": 40, "shortest": 1},
         {"alibi": True, "causal": True},
         {"softcap": 3.0, "group": 2},
+        {"queries": 1, "causal": True, "group": 2},
+        {"queries": 4, "causal": True, "group": 2},
+        {"queries": 4, "window": 40},
+        {"queries": 4, "causal": True, "varlen": True, "shortest": 8},
+        {"queries": 1, "causal": True, "varlen": True, "page_size": 16},
+        {"queries": 4, "causal": True, "page_size": 48},
     ],
     ids=str,
 )
@@ -92,15 +111,23 @@ def test_providers_compute_the_same(options, direction, device):
         assert (result is None) == bool(reason)
         if result is not None:
             results[name] = result if isinstance(result, tuple) else (result,)
-    through_operator = not {"alibi", "softcap"} & set(options)
+    if case.queries and direction == "both":
+        assert not results and reason  # that of the last provider
+        return
+    through_operator = not {"alibi", "softcap", "page_size"} & set(options)
     through_sdpa = through_operator and not {"varlen", "window"} & set(options)
+    if case.queries:
+        through_operator = through_operator and not case.varlen
     if device == "cuda":
         ours = {*flash_attn.available_backends("cuda"), "sm80"}
         if direction == "both":
             ours -= {"sm90"}  # has no backward yet
+        if case.page_size:
+            ours -= {"sm80"}
         assert ours | ({"flash", "flash_op"} if through_operator else set()) <= set(results)
     else:
-        assert set(results) == ({"tiled", "math", "flash"} if through_sdpa else {"tiled"})
+        peers = {"math", "flash"} if through_sdpa else set()
+        assert set(results) == {"tiled"} | (peers - {"flash"} if case.queries > 1 else peers)
     for name, tensors in results.items():
         for x, expected in zip(tensors, results["tiled"], strict=True):
             error = (x - expected).float().norm() / expected.float().norm()
@@ -119,6 +146,10 @@ def test_attention(tmp_path, capsys):
         assert "tiled" in row["tflops"] and "fa3" in row["skipped"]
         assert ("math" in row["tflops"]) == (not row["varlen"]) == ("math" in row["ratio"])
         assert row["nheads"] == 2 and row["nheads_kv"] == 1
+        assert row["timing"] == "launch" and row["l2"] == "warm"
+        case = Case(**{field: row[field] for field in Case._fields})
+        assert row["gbs"]["tiled"] == pytest.approx(case.bytes / row["ms"]["tiled"] / 1e6, rel=0.01)
+        assert row["backend"] == {"tiled": "tiled"} and row["ours"] == "tiled"
     printed = capsys.readouterr()
     assert "skipped fa3 in 24 cases: no library given (--fa3-library)" in printed.out
     assert "geometric mean" in printed.out and "23/24  both fp32 group 2 varlen" in printed.err
@@ -130,16 +161,26 @@ def test_presets(name):
     a = attention.parse([*arguments, "--providers", "sm90", "tiled"], "cuda")
     assert a.providers == ["sm90", "tiled"] and a.output == f"attention-{name}"
     a = attention.parse(arguments, "cuda")
-    assert a.providers[0] == "sm90" and a.baseline == a.providers[1]
+    assert a.providers[0] == "sm90" and a.baseline in a.providers[1:]
+    assert a.timing == ("graph" if name in ("short", "decode") else "launch")
+    a = attention.parse([*arguments, "--timing", "launch", "--no-flush-l2"], "cuda")
+    assert a.timing == "launch" and not a.flush_l2
     cases = attention.grid(a)
     assert len(cases) == len(set(cases)) == 2 * len(attention.PRESETS[name].cases)
     for case in cases:
         assert case.direction == "forward" and sum(case.lengths) == case.tokens
         assert max(case.lengths) == case.seqlen and case.flops > 0
+        assert (case.queries > 0) == (name == "decode")
         assert min(case.lengths[:-1], default=case.seqlen) >= case.shortest
     heads = {(case.nheads, case.nheads_kv) for case in cases}
     if name == "gqa":
         assert heads == {(32, 8), (64, 8)}
+    elif name == "decode":
+        assert heads == {(32, 8), (32, 32), (128, 1)} and len(cases) <= 2 * 18
+        assert {case.queries for case in cases} == {1, 4}
+        assert {case.page_size for case in cases} == {0, 16, 64, 256}
+        assert max(case.bytes for case in cases) < 4 * 2**30  # of any GPU
+        assert attention.parse(["--preset", "decode"], "cuda").direction == ["forward"]
     else:
         assert heads == {(2048 // case.headdim,) * 2 for case in cases}
 
@@ -211,3 +252,443 @@ def test_plots_need_matplotlib(tmp_path, monkeypatch, capsys):
     if DRAWS:
         attention.main(["--replot", str(tmp_path / "speed.json")])
         assert len(list(tmp_path.glob("speed-*.png"))) == 2
+
+
+# ---- what providers are asked for, with fakes of those that are not here -------------------------
+
+
+def attend(q, k, v, causal, window_left=-1):
+    """(queries, heads, headdim) against (keys, heads_kv, headdim), by the definition."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
+    i = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0]
+    j = torch.arange(k.shape[0])
+    visible = (j <= i) | (not causal)
+    if window_left >= 0:
+        visible = visible & (j >= i - window_left)
+    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num()
+    return torch.einsum("hij,jhd->ihd", probabilities, v)
+
+
+class FakeFlashInfer:
+    """FlashInfer's wrappers as its documentation has them: arguments, layouts, who plans."""
+
+    def __init__(self):
+        self.plans = 0
+
+        class Wrapper:
+            def __init__(wrapper, workspace, kv_layout="NHD"):
+                assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
+
+            def planned(wrapper, qo_heads, kv_heads, headdim, causal, window_left, soft_cap):
+                self.plans += 1
+                wrapper.heads, wrapper.headdim = (qo_heads, kv_heads), headdim
+                wrapper.mask = {"causal": causal, "window_left": window_left}
+                assert soft_cap == 0
+
+            def check(wrapper, q, k, v):
+                assert q.dim() == 3 and q.shape[1:] == (wrapper.heads[0], wrapper.headdim)
+                assert k.shape == v.shape and k.shape[-2:] == (wrapper.heads[1], wrapper.headdim)
+
+        class Ragged(Wrapper):
+            def plan(
+                wrapper,
+                qo_indptr,
+                kv_indptr,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim_qk,
+                head_dim_vo=None,
+                *,
+                causal=False,
+                window_left=-1,
+                logits_soft_cap=None,
+                q_data_type="float16",
+                kv_data_type=None,
+            ):
+                heads = (num_qo_heads, num_kv_heads, head_dim_qk)
+                wrapper.planned(*heads, causal, window_left, logits_soft_cap)
+                wrapper.bounds = qo_indptr.tolist(), kv_indptr.tolist()
+
+            def run(wrapper, q, k, v):
+                wrapper.check(q, k, v)
+                parts = (
+                    x.split(torch.tensor(b).diff().tolist())
+                    for x, b in zip((q, k, v), (*wrapper.bounds, wrapper.bounds[1]), strict=True)
+                )
+                return torch.cat(
+                    [attend(*part, **wrapper.mask) for part in zip(*parts, strict=True)]
+                )
+
+        class Paged(Wrapper):
+            def gather(wrapper, indptr, indices, last_page_len, page_size):
+                assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+                assert indices.shape == (indptr[-1],) and last_page_len.min() >= 1
+                wrapper.page_size = page_size
+                wrapper.pages = indices.split(indptr.diff().tolist())
+                wrapper.last = last_page_len.tolist()
+
+            def run(wrapper, q, paged_kv_cache):
+                wrapper.check(q, *paged_kv_cache)
+                assert paged_kv_cache[0].shape[1] == wrapper.page_size
+                outs = []
+                for rows, pages, last in zip(
+                    q.split(wrapper.queries), wrapper.pages, wrapper.last, strict=True
+                ):
+                    length = (len(pages) - 1) * wrapper.page_size + last
+                    k, v = (x[pages.long()].flatten(0, 1)[:length] for x in paged_kv_cache)
+                    outs.append(attend(rows, k, v, **wrapper.mask))
+                return torch.cat(outs)
+
+        class Decode(Paged):
+            def __init__(wrapper, workspace, kv_layout="NHD", *, use_tensor_cores=False):
+                super().__init__(workspace, kv_layout)
+                wrapper.tensor_cores = use_tensor_cores
+
+            def plan(
+                wrapper,
+                indptr,
+                indices,
+                last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                *,
+                window_left=-1,
+                logits_soft_cap=None,
+                q_data_type="float16",
+                kv_data_type=None,
+            ):
+                heads = (num_qo_heads, num_kv_heads, head_dim)
+                wrapper.planned(*heads, True, window_left, logits_soft_cap)
+                wrapper.gather(indptr, indices, last_page_len, page_size)
+                wrapper.queries = 1
+                assert wrapper.tensor_cores == (num_qo_heads > num_kv_heads)
+
+        class Prefill(Paged):
+            def plan(
+                wrapper,
+                qo_indptr,
+                paged_kv_indptr,
+                paged_kv_indices,
+                paged_kv_last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim_qk,
+                page_size,
+                *,
+                causal=False,
+                window_left=-1,
+                logits_soft_cap=None,
+                q_data_type="float16",
+                kv_data_type=None,
+            ):
+                heads = (num_qo_heads, num_kv_heads, head_dim_qk)
+                wrapper.planned(*heads, causal, window_left, logits_soft_cap)
+                pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+                wrapper.gather(*pages, page_size)
+                wrapper.queries = qo_indptr.diff().tolist()
+
+        self.BatchPrefillWithRaggedKVCacheWrapper = Ragged
+        self.BatchDecodeWithPagedKVCacheWrapper = Decode
+        self.BatchPrefillWithPagedKVCacheWrapper = Prefill
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "group": 2},
+        {"varlen": True, "causal": True, "window": 20},
+        {"queries": 1, "causal": True},
+        {"queries": 1, "causal": True, "group": 2, "page_size": 16, "varlen": True},
+        {"queries": 4, "causal": True, "group": 2},
+        {"queries": 4, "causal": False, "page_size": 48, "varlen": True},
+    ],
+    ids=str,
+)
+def test_flashinfer_is_planned_once_and_given_its_own_layout(monkeypatch, options):
+    fake = FakeFlashInfer()
+    monkeypatch.setattr(providers, "_has_flashinfer", lambda: True)
+    monkeypatch.setattr(providers, "FLASHINFER_WORKSPACE", 16)
+    monkeypatch.setattr(providers.importlib, "import_module", lambda name: fake)
+    case = Case(
+        "forward", "fp32", 32, **{"causal": False, **options}, seqlen=96, tokens=288, width=128
+    )
+    x = make_inputs(case, "cpu")
+    call = bind(find_providers()["flashinfer"], case, x)
+    assert fake.plans == 1
+    expected = bind(find_providers()["tiled"], case, x)()
+    for _ in range(2):
+        torch.testing.assert_close(call(), expected, atol=1e-5, rtol=1e-5)
+    assert fake.plans == 1
+    for refused in ({"direction": "both"}, {"dropout_p": 0.1}, {"alibi": True}):
+        with pytest.raises(NotImplementedError):
+            bind(find_providers()["flashinfer"], case._replace(**refused), x)
+
+
+def test_flashinfer_that_is_absent_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(providers, "_has_flashinfer", lambda: False)
+    arguments = attention.parse(["--providers", "tiled", "flashinfer"], "cpu")
+    assert list(providers.chosen_providers(arguments)) == ["tiled"]
+    assert capsys.readouterr().out == "left out flashinfer, which is not installed\n"
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_fa3_is_given_the_cache(monkeypatch, page_size):
+    calls = []
+
+    def fwd(q, k, v, **options):
+        calls.append((q, k, v, options))
+        return torch.empty_like(q), torch.empty(0)
+
+    monkeypatch.setattr(providers, "_load_library", lambda path: None)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd), raising=False)
+    case = Case("forward", "fp16", 32, True, 64, tokens=128, width=64, queries=2)
+    case = case._replace(page_size=page_size)
+    x = make_inputs(case, "cpu")
+    fa3 = find_providers(fa3_library="here")["fa3"]
+    assert bind(fa3, case, x)().shape == x.q.shape
+    q, k, v, options = calls.pop()
+    assert (q is x.q) and (k is x.k) and (v is x.v)
+    assert options["seqused_k"] is x.cache_seqlens and options["page_table"] is x.block_table
+    assert (x.block_table is None) == (page_size == 0)
+    assert options["is_causal"] and options["num_splits"] == 0
+
+    case = case._replace(queries=0, page_size=0)
+    bind(fa3, case, make_inputs(case, "cpu"))()
+    assert calls.pop()[3]["num_splits"] == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"varlen": True}, {"queries": 1, "page_size": 16}], ids=str
+)
+def test_calls_of_a_sample_are_equal_and_share_the_settings(monkeypatch, options):
+    """Else this library would check each call as if it were the first."""
+    seen = []
+
+    def record(q, *arguments, **options):
+        given = (q, *arguments, *options.values())
+        seen.append((cuda.settings_version, [id(x) for x in given if isinstance(x, torch.Tensor)]))
+        return q
+
+    for name in ("func", "varlen_func", "with_kvcache"):
+        monkeypatch.setattr(flash_attn, f"flash_attn_{name}", record)
+    case = Case("forward", "fp32", 32, True, 32, tokens=64, width=64, **options)
+    call = bind(find_providers()["tiled"], case, make_inputs(case, "cpu"))
+    sample = timing.sampler(call, "cpu", sample_ms=0.05)
+    seen.clear()
+    sample()
+    assert len(seen) > 2 and all(one == seen[0] for one in seen)
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def test_time_of_the_flush_is_taken_off(monkeypatch):
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(timing, "time", clock)
+
+    def passes(ms):
+        clock.now += ms / 1e3
+
+    buffer: Any = SimpleNamespace(zero_=lambda: passes(3.0))
+    sample = timing.sampler(Call(lambda: passes(0.25)), "cpu", l2_buffer=buffer, sample_ms=20)
+    assert sample() == pytest.approx(0.25)
+    warm = timing.sampler(Call(lambda: passes(0.25)), "cpu")
+    times = timing.time_in_turn({"flushed": sample, "warm": warm}, rounds=3)
+    assert times == pytest.approx({"flushed": 0.25, "warm": 0.25})
+
+
+class FakeGraph:
+    """Counts what is called while it captures; a replay takes a microsecond for each."""
+
+    current: Any = None
+
+    def __init__(self):
+        self.calls = 0
+
+    def replay(self):
+        FakeGraph.replayed = self.calls
+
+
+def fake_graphs(monkeypatch, us_each):
+    class Capture:
+        def __init__(self, graph, stream):
+            self.graph = graph
+
+        def __enter__(self):
+            FakeGraph.current = self.graph
+
+        def __exit__(self, *_):
+            FakeGraph.current = None
+
+    def milliseconds(function, calls, device):
+        FakeGraph.replayed = 0
+        for _ in range(calls):
+            function()
+        return (FakeGraph.replayed or calls) * us_each / 1e3
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(timing, "_milliseconds", milliseconds)
+
+
+@pytest.mark.parametrize(("us", "captured"), [(8.0, timing.MOST_CAPTURED), (500.0, 10), (9e3, 1)])
+def test_a_sample_of_a_graph_is_one_replay(monkeypatch, us, captured):
+    fake_graphs(monkeypatch, us)
+    graphs = []
+
+    def run():
+        if FakeGraph.current is not None:
+            FakeGraph.current.calls += 1
+            graphs.append(FakeGraph.current)
+
+    sample = timing.sampler(Call(run), graph=True)
+    assert sample() == pytest.approx(us / 1e3)
+    assert len(set(graphs)) == 1 and len(graphs) == captured  # and none while sampling
+
+
+def test_what_cannot_be_captured_is_skipped(monkeypatch):
+    fake_graphs(monkeypatch, 10.0)
+    monkeypatch.setattr(attention, "capture_stream", nullcontext)
+    monkeypatch.setattr(attention, "make_inputs", lambda case, device: make_inputs(case, "cpu"))
+
+    def counts(case, x):
+        def forward():
+            if FakeGraph.current is not None:
+                FakeGraph.current.calls += 1
+            return x.q
+
+        return forward
+
+    def waits(case, x):
+        def forward():
+            if FakeGraph.current is not None:
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            return x.q
+
+        return forward
+
+    case = Case("forward", "fp32", 32, True, 32, tokens=64, width=64, queries=1)
+    compared = {"flash": Provider(counts), "math": Provider(waits)}
+    row = attention.measure(case, compared, "cuda", 2, "graph")
+    assert row["timing"] == "graph" and row["ms"] == {"flash": 0.01}
+    why = "cannot be captured into a CUDA graph: operation not permitted when stream is capturing"
+    assert row["skipped"] == {"math": f"RuntimeError: {why}"}
+    assert row["providers"] == ["flash", "math"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("l2", ["warm", "cold"])
+@pytest.mark.parametrize("direction", MATMULS)
+def test_graphs_take_the_time_of_launches(direction, l2):
+    case = Case(direction, "bf16", 128, True, 2048, tokens=8192)
+    everyone = find_providers()
+    compared = {name: everyone[name] for name in ("sm80", "flash", "cudnn")}
+    buffer = timing.larger_than_l2() if l2 == "cold" else None
+    graph, launch = (
+        attention.measure(case, compared, "cuda", 3, t, buffer) for t in ("graph", "launch")
+    )
+    assert {"sm80", "flash"} <= graph["ms"].keys() == launch["ms"].keys()
+    assert (graph["timing"], launch["timing"], graph["l2"]) == ("graph", "launch", l2)
+    for name, ms in graph["ms"].items():
+        assert 0.6 < ms / launch["ms"][name] < 1.4, name
+
+
+@pytest.mark.gpu
+def test_replays_compute_and_a_failed_capture_harms_nothing():
+    case = Case("forward", "bf16", 64, True, 256, tokens=512, width=128)
+    everyone = find_providers()
+
+    def waits(case, x):
+        return lambda: x.q * x.q.sum().item()
+
+    compared = {"math": Provider(waits), "flash": everyone["flash"], "sm80": everyone["sm80"]}
+    for _ in range(2):
+        row = attention.measure(case, compared, "cuda", 2, "graph")
+        assert "cannot be captured" in row["skipped"]["math"]
+        assert {"flash", "sm80"} == row["ms"].keys() and min(row["ms"].values()) > 0
+    with timing.capture_stream():
+        x = make_inputs(case, "cuda")
+        call = bind(everyone["sm80"], case, x)
+        expected = call()
+        replay = timing._captured(call, 3)
+        assert torch.equal(replay(), expected)
+        x.q.zero_()
+        assert not torch.equal(replay(), expected) and torch.equal(replay(), call())
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+def test_a_row_has_the_name_of_the_backend_that_ran():
+    """Whatever it was asked for: the backward of sm90 may be another's."""
+    stand_in = find_providers()["tiled"]
+    case = Case("backward", "fp32", 32, True, 32, tokens=64, width=64)
+    rows = {}
+    for direction in MATMULS:
+        row = attention.measure(case._replace(direction=direction), {"sm90": stand_in}, "cpu", 1)
+        assert row["ours"] in row["ms"] and row["ms"].keys() == row["gbs"].keys()
+        rows[direction] = row["providers"], row["backend"]
+    assert rows["forward"] == rows["backward"] == (["tiled"], {"tiled": "tiled"})
+    assert rows["both"] == (["sm90"], {"sm90": "tiled"})
+
+
+def test_a_case_that_nobody_can_run_has_a_row():
+    case = Case("forward", "fp32", 32, True, 32, tokens=64, width=64)
+    row = attention.measure(case, {"fa3": find_providers()["fa3"]}, "cpu", 1)
+    assert row["ours"] is None and row["ms"] == {} and row["skipped"].keys() == {"fa3"}
+
+
+def test_columns_follow_the_backend(capsys):
+    base = {**Case("forward", "bf16", 64, True, 32)._asdict(), "nheads": 1, "nheads_kv": 1}
+    base |= {"batch": 1, "ours": "sm90", "providers": ["sm90", "fa3"]}
+    figures = {"sm90": 8.0, "fa3": 4.0}
+    base |= {"ms": figures, "tflops": figures, "gbs": figures, "ratio": {"fa3": 2.0}}
+    other = {**base, "ours": "sm80", "providers": ["sm80", "fa3"]}
+    decode = {**base, "queries": 1, "gbs": {"sm90": 2400.0, "fa3": 1200.0}}
+    attention.print_rows([base, base, other, decode], [], "fa3", 4800.0)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    heads = [line for line in lines if line[0] == "direction"]
+    assert len(lines) == 4 + 3 and [line[5] for line in heads[:2]] == ["sm90", "sm80"]
+    assert "GB/s" in heads[0] and "TFLOP/s" in heads[2] and heads[2][5:7] == ["batch", "heads"]
+    assert lines[-1][5:] == ["1", "1/1", "2400.0", "1200.0", "8000.0", "50.0", "8", "2.00", "2.00"]
+
+
+def test_plots_name_what_computed(tmp_path):
+    path = report.ROOT / "benchmarks" / "results" / "nvidia-h200" / "attention.json"
+    rows = json.loads(path.read_text())["rows"]
+    for row in rows:
+        named = plots.by_backend(row)
+        assert "sm80" in named and ("sm90" in named) == (row["direction"] == "forward")
+        assert {**named, "sm90": 0} == {**row["tflops"], "sm90": 0}
+    of_now = {"direction": "backward", "backend": {"sm90": "sm90"}, "tflops": {"sm90": 1.0}}
+    assert plots.by_backend(of_now) == {"sm90": 1.0}
+
+
+@pytest.mark.skipif(not DRAWS, reason="needs matplotlib")
+@pytest.mark.parametrize("name", attention.PRESETS)
+def test_every_preset_can_be_drawn(name):
+    stem = "attention" if name == "lengths" else f"attention-{name}"
+    path = report.ROOT / "benchmarks" / "results" / "nvidia-h200" / f"{stem}.json"
+    if path.exists():
+        data = json.loads(path.read_text())
+        if name == "decode":
+            assert all("gbs" in row for row in data["rows"])
+    else:
+        cases = [Case("forward", "bf16", **fields) for fields in attention.PRESETS[name].cases]
+        figures = {"tflops": {"sm90": 1.0}, "gbs": {"sm90": 900.0, "flash": 90.0}}
+        rows = [
+            {**c._asdict(), "nheads": c.nheads, "nheads_kv": c.nheads_kv, "batch": 2, **figures}
+            for c in cases
+        ]
+        environment = {"device": "no GPU", "arguments": {"bandwidth": 4800.0}}
+        data = {"environment": environment, "rows": rows}
+    figures = dict(plots.speed(data))
+    assert figures and all(figure.get_figwidth() == plots.WIDTH for figure in figures.values())
+    if name == "decode":
+        assert list(figures) == ["-bf16"]
