@@ -32,7 +32,7 @@ OLDEST_CUDA = (12, 5)
 # What one compiler process may need at its peak; bounds the default number of jobs.
 JOB_MEMORY = 2 << 30
 
-# Architecture as users name it -> (kernel family, compiler targets). PTX of compute_80 runs on
+# Architecture as users name it -> (kernel backend, compiler targets). PTX of compute_80 runs on
 # every newer GPU through the driver's compiler; code for 90a runs on 9.0 alone.
 ARCHITECTURES = {
     "80": ("sm80", "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80"),
@@ -51,7 +51,7 @@ class Kernel:
     """One compiled kernel: one generated .cu file, one object, one row of _C.kernels()."""
 
     operation: str
-    family: str
+    backend: str
     dtype: str  # of q, k and v
     out_dtype: str
     headdim: int  # of q and k, the largest that it takes
@@ -62,7 +62,7 @@ class Kernel:
     def name(self) -> str:
         types = self.dtype if self.out_dtype == self.dtype else f"{self.dtype}_{self.out_dtype}"
         dim = f"d{self.headdim}" + ("" if self.headdim == self.headdim_v else f"v{self.headdim_v}")
-        return f"{self.family}_{self.operation}_{types}_{dim}_{self.features}"
+        return f"{self.backend}_{self.operation}_{types}_{dim}_{self.features}"
 
     @property
     def cost(self) -> tuple[bool, int, bool]:
@@ -75,8 +75,8 @@ HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (2
 
 # The one table of what is compiled: a row for each kernel.
 KERNELS = tuple(
-    Kernel(operation, family, dtype, dtype, headdims[0], headdims[1], features)
-    for family, operation, all_headdims in (
+    Kernel(operation, backend, dtype, dtype, headdims[0], headdims[1], features)
+    for backend, operation, all_headdims in (
         ("sm80", "forward", HEADDIMS),
         ("sm80", "backward", HEADDIMS),
         ("sm90", "forward", HEADDIMS[1:]),
@@ -104,8 +104,8 @@ def selected_kernels(environ: Mapping[str, str]) -> list[Kernel]:
             f"FLASH_ATTN_CUDA_ARCHS={archs!r}: unknown {unknown}; "
             f"accepted are {', '.join(ARCHITECTURES)}, separated by semicolons"
         )
-    families = {ARCHITECTURES[arch][0] for arch in archs.split(";")}
-    rows = [row for row in KERNELS if row.family in families]
+    backends = {ARCHITECTURES[arch][0] for arch in archs.split(";")}
+    rows = [row for row in KERNELS if row.backend in backends]
 
     only = environ.get("FLASH_ATTN_ONLY", "")
     patterns = [pattern.strip() for pattern in only.split(",") if pattern.strip()]
@@ -207,16 +207,16 @@ def kernel_source(row: Kernel) -> str:
     headdims = f"{row.headdim}, {row.headdim_v}"
     types = ", ".join(cpp_type for cpp_type, _ in dtypes)
     names = ", ".join(f"DType::{enumerator}" for _, enumerator in dtypes)
-    row_type = f"{row.family}::{row.operation.title()}Row"
+    row_type = f"{row.backend}::{row.operation.title()}Row"
     return f"""\
 // Written by build_support.py.
-#include "{row.family}/{row.operation}_launch.cuh"
+#include "{row.backend}/{row.operation}_launch.cuh"
 
 namespace flash {{
 
 extern const Kernel {row.name} =
     make_kernel<{row_type}<{types}, {headdims}, FeatureSet::{CPP_FEATURES[row.features]}>>(
-        "{row.operation}", "{row.family}", {names}, {headdims}, "{row.features}");
+        "{row.operation}", "{row.backend}", {names}, {headdims}, "{row.features}");
 
 }}  // namespace flash
 """
@@ -280,7 +280,7 @@ rule link
         source = GENERATED / f"{row.name}.cu"
         lines += [
             f"build {target} | {report}: kernel {source} | {OBJECTS}/toolchain.txt",
-            f"  gencode = {gencode[row.family]}",
+            f"  gencode = {gencode[row.backend]}",
             f"  report = {report}",
         ]
         objects.append(target)

@@ -65,7 +65,7 @@ std::vector<KernelRow> kernel_rows() {
     for (const FeatureName& x : kFeatureNames) {
       if (kernel->takes & x.feature) takes.emplace_back(x.name);
     }
-    rows.emplace_back(kernel->operation, kernel->family, name(kernel->dtype),
+    rows.emplace_back(kernel->operation, kernel->backend, name(kernel->dtype),
                       name(kernel->out_dtype), kernel->headdim, kernel->headdim_v, kernel->features,
                       std::move(takes));
   }
@@ -121,6 +121,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("stream_id", &flash::stream_id, arg("stream"),
              "What no other stream of this process is ever called. stream: a cudaStream_t.");
   module.def("kernels", &flash::kernel_rows,
-             "The kernels of this build: (operation, family, dtype, dtype of the result, headdim, "
+             "The kernels of this build: (operation, backend, dtype, dtype of the result, headdim, "
              "headdim_v, feature set, features).");
 }

@@ -46,7 +46,7 @@ class Workspaces {
 };
 
 struct Kernel {
-  std::string_view operation, family;  // "forward", "sm80"
+  std::string_view operation, backend;  // "forward", "sm80"
   DType dtype, out_dtype;              // of q, k and v; of the result
   int headdim, headdim_v;              // the largest that it takes
   std::string_view features;           // name of its feature set
@@ -56,14 +56,14 @@ struct Kernel {
 };
 
 // Row: Params, the parameters of the operation; kTakes; workspaces(params, wanted); launch(params,
-// stream). It stands beside the kernel, in <family>/<operation>_launch.cuh.
+// stream). It stands beside the kernel, in <backend>/<operation>_launch.cuh.
 template <typename Row>
-constexpr Kernel make_kernel(std::string_view operation, std::string_view family, DType dtype,
+constexpr Kernel make_kernel(std::string_view operation, std::string_view backend, DType dtype,
                              DType out_dtype, int headdim, int headdim_v,
                              std::string_view features) {
   using Params = typename Row::Params;
   return {operation,
-          family,
+          backend,
           dtype,
           out_dtype,
           headdim,

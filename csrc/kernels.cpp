@@ -13,7 +13,7 @@ const std::vector<const Kernel*>& kernels() {
 
 std::string describe(const Kernel& kernel) {
   std::ostringstream text;
-  text << kernel.family << ' ' << kernel.operation << ' ' << name(kernel.dtype) << ' '
+  text << kernel.backend << ' ' << kernel.operation << ' ' << name(kernel.dtype) << ' '
        << kernel.headdim << '/' << kernel.headdim_v << ' ' << kernel.features;
   return text.str();
 }

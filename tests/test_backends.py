@@ -34,7 +34,7 @@ ROWS = [
     )
     if (kernel[1], headdims) != ("sm90", (32, 32))
 ]
-SM80 = [row for row in ROWS if row.family == "sm80"]
+SM80 = [row for row in ROWS if row.backend == "sm80"]
 Build = Callable[..., None]
 
 
@@ -42,18 +42,20 @@ Build = Callable[..., None]
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     """Pretend that the extension has these rows and that every device is such a GPU."""
     gpu = torch.device("cuda", 0)
-    families = _backends._families
+    backends = _backends._built_backends
 
     def pretend(rows: Iterable[cuda.Kernel], capability: tuple[int, int] = (8, 0)) -> None:
         monkeypatch.setattr(cuda, "_KERNELS", tuple(rows))
         monkeypatch.setattr(torch.version, "cuda", "12.8")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(_backends, "_families", lambda device, *more: families(gpu, *more))
-        cuda._smallest_kernel.cache_clear(), families.cache_clear()
+        monkeypatch.setattr(
+            _backends, "_built_backends", lambda device, *more: backends(gpu, *more)
+        )
+        cuda._smallest_kernel.cache_clear(), backends.cache_clear()
 
     yield pretend
-    cuda._smallest_kernel.cache_clear(), families.cache_clear()
+    cuda._smallest_kernel.cache_clear(), backends.cache_clear()
 
 
 def problem(
@@ -139,9 +141,9 @@ def test_devices_that_are_not_there(monkeypatch):
     """A torch without CUDA, or no driver: nobody is asked for a current device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "cuda:0", "cpu"):
-        _backends._families.cache_clear()
+        _backends._built_backends.cache_clear()
         assert _backends.available_backends(device) == ["tiled"]
-    _backends._families.cache_clear()
+    _backends._built_backends.cache_clear()
 
 
 def test_missing_kernels_are_told_once(build):
@@ -176,7 +178,7 @@ def test_pages_and_cache_slots(build):
     assert [_backends.choose(slots, d) for d in ("forward", "backward")] == ["sm80", "tiled"]
 
 
-def test_families_of_a_device(build):
+def test_built_backends_of_a_device(build):
     """The Hopper kernels run on 9.0 alone, and come first there."""
     for capability, expected in (
         ((7, 5), []),

@@ -40,8 +40,8 @@ def test_table(build_support: ModuleType) -> None:
     table = [row.name for row in build_support.KERNELS]
     assert len(set(table)) == len(table)
     assert {"sm80_forward_bf16_d128_plain", "sm90_forward_fp16_d192v128_full"} <= set(table)
-    families = {family for family, _ in build_support.ARCHITECTURES.values()}
-    assert {row.family for row in build_support.KERNELS} == families
+    backends = {backend for backend, _ in build_support.ARCHITECTURES.values()}
+    assert {row.backend for row in build_support.KERNELS} == backends
     assert names(build_support) == table
     assert names(build_support, FLASH_ATTN_CUDA_ARCHS="", FLASH_ATTN_ONLY="") == table
 
@@ -254,10 +254,10 @@ NUMBERS = {
 
 
 def place_of(
-    operation: str, family: str = "sm80", features: str = "plain", headdim: int = 64
+    operation: str, backend: str = "sm80", features: str = "plain", headdim: int = 64
 ) -> int:
     """The place of a kernel for bf16 among those of this build."""
-    row = (operation, family, "bf16", "bf16", headdim, headdim, features)
+    row = (operation, backend, "bf16", "bf16", headdim, headdim, features)
     if row not in compiled():
         pytest.skip(f"built without {row}")
     return compiled().index(row)

@@ -23,8 +23,8 @@ def use_backend(name: str) -> AbstractContextManager[None]:
     ----------
     name : {"tiled", "sm80", "sm90"}
         ``tiled`` is PyTorch on any device; ``sm80`` the Ampere-class kernels (compute capability >=
-        8.0); ``sm90`` the Hopper kernels (9.0 alone), which have the forward; its backward is
-        sm80's.
+        8.0); ``sm90`` the Hopper kernels (9.0 alone). An operation without a kernel runs on the
+        next lesser backend: the backward of ``sm90`` is that of ``sm80``.
 
     Raises
     ------
@@ -40,16 +40,16 @@ def use_backend(name: str) -> AbstractContextManager[None]:
 
 def available_backends(device: torch.device | str | int) -> list[str]:
     """Return the backends that can run on ``device``, best first."""
-    return [*_families(_with_index(torch.device(device))), "tiled"]
+    return [*_built_backends(_with_index(torch.device(device))), "tiled"]
 
 
 def choose(problem: Attention, operation: str = "forward") -> str:
     """Return the backend that runs ``problem``; forward and backward may run on different ones."""
     if (forced := cuda.forced_backend()) is not None:
         return _forced_backend(problem, forced, operation)
-    for family in _families(problem.q.device, operation):
-        if cuda.unsupported(problem, family, operation) is None:
-            return family
+    for backend in _built_backends(problem.q.device, operation):
+        if cuda.unsupported(problem, backend, operation) is None:
+            return backend
     if problem.q.device.type == "cuda" and torch.version.cuda and not cuda.available():
         _warn_of_missing_kernels()
     return "tiled"
@@ -79,7 +79,7 @@ def forward(
     backend = choose(problem)
     if backend == "tiled":
         return tiled.forward(problem, rng_state, return_probs, out)
-    return cuda.forward(problem, rng_state, return_probs, out, remember, family=backend)
+    return cuda.forward(problem, rng_state, return_probs, out, remember, backend=backend)
 
 
 def backward(
@@ -99,7 +99,7 @@ def backward(
     if backend == "tiled":
         return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
     return cuda.backward(
-        problem, dout, out, lse, dlse, dq, dk, dv, rng_state, remember, family=backend
+        problem, dout, out, lse, dlse, dq, dk, dv, rng_state, remember, backend=backend
     )
 
 
@@ -110,7 +110,7 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
 
 
 def _forced_backend(problem: Attention, forced: str, operation: str) -> str:
-    """The backend that runs ``problem`` where ``forced`` is: itself, or sm80 for its backward."""
+    """``forced``, or if it lacks the operation the best of the lesser backends that have it."""
     if forced == "tiled":
         return forced
     if problem.headdim > MAX_HEADDIM or problem.headdim_v > MAX_HEADDIM:
@@ -118,19 +118,25 @@ def _forced_backend(problem: Attention, forced: str, operation: str) -> str:
             f"the {forced} backend takes head dimensions of q, k and v up to {MAX_HEADDIM}, "
             f"got {problem.headdim} and {problem.headdim_v}; use_backend('tiled') takes any"
         )
-    if forced not in _families(problem.q.device):
-        built = "" if forced in cuda.families() else " (it was not built)"
+    device = problem.q.device
+    if forced not in _built_backends(device):
+        built = "" if forced in cuda.backends() else " (it was not built)"
         raise NotImplementedError(
-            f"the {forced} backend cannot run on {problem.q.device}{built}; "
-            "use_backend('tiled') does this"
+            f"the {forced} backend cannot run on {device}{built}; use_backend('tiled') does this"
         )
-    family = "sm80" if operation == "backward" else forced
-    if reason := cuda.unsupported(problem, family, operation):
-        other = next(x for x in ("sm80", "tiled") if x != family and _covers(x, problem, operation))
+    lesser = BACKENDS[1 : BACKENDS.index(forced) + 1]
+    has_it = (x for x in _built_backends(device, operation) if x in lesser)
+    backend = next(has_it, forced)
+    if reason := cuda.unsupported(problem, backend, operation):
+        other = next(
+            x
+            for x in (*_built_backends(device, operation), "tiled")
+            if x != backend and _covers(x, problem, operation)
+        )
         raise NotImplementedError(
             f"the {forced} backend {reason}; use_backend({other!r}) does this"
         )
-    return family
+    return backend
 
 
 def _covers(name: str, problem: Attention, operation: str) -> bool:
@@ -144,13 +150,13 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 @cache
-def _families(device: torch.device, operation: str | None = None) -> tuple[str, ...]:
-    """The compiled kernel families that run on ``device``, best first; those with an operation."""
+def _built_backends(device: torch.device, operation: str | None = None) -> tuple[str, ...]:
+    """The compiled kernel backends that run on ``device``, best first; those with an operation."""
     if device.type != "cuda" or torch.version.cuda is None or not cuda.available():
         return ()
     if not torch.cuda.is_available():  # no driver: nothing runs on such a device
         return ()
     capability = torch.cuda.get_device_capability(device)
     runs = {"sm90": capability == (9, 0), "sm80": capability >= (8, 0)}
-    built = cuda.families(operation)
-    return tuple(family for family, can in runs.items() if can and family in built)
+    built = cuda.backends(operation)
+    return tuple(backend for backend, can in runs.items() if can and backend in built)

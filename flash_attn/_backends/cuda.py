@@ -18,7 +18,7 @@ class Kernel(NamedTuple):
     """A row of ``_C.kernels()``: what a compiled kernel says of itself."""
 
     operation: str
-    family: str
+    backend: str
     dtype: str  # of q, k and v
     out_dtype: str
     headdim: int  # the largest that it takes, of q and k
@@ -97,36 +97,36 @@ def available() -> bool:
     return bool(_KERNELS)
 
 
-def families(operation: str | None = None) -> tuple[str, ...]:
-    """Return the kernel families of this build, whatever the GPU; those with an operation."""
-    return tuple(sorted({x.family for x in _KERNELS if operation in (None, x.operation)}))
+def backends(operation: str | None = None) -> tuple[str, ...]:
+    """Return the kernel backends of this build, whatever the GPU; those with an operation."""
+    return tuple(sorted({x.backend for x in _KERNELS if operation in (None, x.operation)}))
 
 
-def unsupported(problem: Attention, family: str, operation: str) -> str | None:
-    """Return why ``family`` cannot run this ("has no ..."), or None.
+def unsupported(problem: Attention, backend: str, operation: str) -> str | None:
+    """Return why ``backend`` cannot run this ("has no ..."), or None.
 
     ``operation`` is "forward" or "backward".
     """
-    found = _kernel(problem, family, operation)
+    found = _kernel(problem, backend, operation)
     return found if isinstance(found, str) else None
 
 
-def _kernel(problem: Attention, family: str, operation: str) -> int | str:
+def _kernel(problem: Attention, backend: str, operation: str) -> int | str:
     """The place of the smallest kernel that takes the problem, or why there is none."""
     dtypes = problem.q.dtype, problem.out_dtype
     headdims = problem.headdim, problem.headdim_v
-    return _smallest_kernel(family, operation, dtypes, headdims, _features(problem))
+    return _smallest_kernel(backend, operation, dtypes, headdims, _features(problem))
 
 
 @cache
 def _smallest_kernel(
-    family: str,
+    backend: str,
     operation: str,
     dtypes: tuple[torch.dtype, torch.dtype],
     headdims: tuple[int, int],
     features: frozenset[str],
 ) -> int | str:
-    built = [(x, i) for i, x in enumerate(_KERNELS) if x[:2] == (operation, family)]
+    built = [(x, i) for i, x in enumerate(_KERNELS) if x[:2] == (operation, backend)]
     names = tuple(map(_DTYPES.get, dtypes))
     large_enough = [
         (x, i)
@@ -234,7 +234,7 @@ def forward(
     out: Tensor | None = None,
     remember: Callable[[Prepared], None] | None = None,
     *,
-    family: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what tiled.forward does, of a problem that ``unsupported`` has nothing against.
 
@@ -243,8 +243,8 @@ def forward(
     """
     if _is_empty(problem):
         return tiled.forward(problem, rng_state, return_probs, out)
-    if out is not None and family == "sm90" and not _is_aligned(out):
-        result, lse, probs = forward(problem, rng_state, return_probs, family=family)
+    if out is not None and backend == "sm90" and not _is_aligned(out):
+        result, lse, probs = forward(problem, rng_state, return_probs, backend=backend)
         return out.copy_(result), lse, probs
     q, s_aux = problem.q, problem.s_aux
     tensors = _tensors(problem, rng_state)
@@ -258,7 +258,7 @@ def forward(
     else:
         tensors["out"] = out
     results["lse"] = lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
-    prepared = _prepare(problem, "forward", family, tensors, results)
+    prepared = _prepare(problem, "forward", backend, tensors, results)
     prepared.run()
     if return_probs:
         return out, lse, tiled.signed_probabilities(problem, lse, rng_state)
@@ -279,7 +279,7 @@ def backward(
     rng_state: Tensor | None,
     remember: Callable[[Prepared], None] | None = None,
     *,
-    family: str,
+    backend: str,
 ) -> Tensor:
     """Write dq, dk and dv; return delta. As tiled.backward; q, k and v are read in place."""
     if _is_empty(problem):
@@ -299,7 +299,7 @@ def backward(
     }
     delta = problem.q.new_empty(problem.lse_shape, dtype=torch.float32)
     like = {"dq": "q", "dk": "k", "dv": "v"}
-    prepared = _prepare(problem, "backward", family, tensors, written | {"delta": delta}, like)
+    prepared = _prepare(problem, "backward", backend, tensors, written | {"delta": delta}, like)
     prepared.run()
     for name, gradient in gradients.items():
         if written[name] is not gradient:
@@ -341,12 +341,12 @@ def _tensors(problem: Attention, rng_state: Tensor | None) -> dict[str, Tensor |
 def _prepare(
     problem: Attention,
     operation: str,
-    family: str,
+    backend: str,
     tensors: dict[str, Tensor | None],
     results: dict[str, Tensor],
     like: dict[str, str] | None = None,
 ) -> Prepared:
-    kernel = _kernel(problem, family, operation)
+    kernel = _kernel(problem, backend, operation)
     assert isinstance(kernel, int), "unsupported() was not asked"
     given = {name: x for name, x in tensors.items() if x is not None}
     # max_seqlen_q and max_seqlen_k decide how much is launched, and windows are 32 bits wide.
