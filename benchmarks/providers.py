@@ -24,6 +24,7 @@ from benchmarks.cases import Case, Inputs
 from benchmarks.report import OURS
 from benchmarks.timing import Call
 from flash_attn import _backends
+from flash_attn._backends import cuda
 
 STANDARD_MATRICES = 4  # about what standard attention holds at once, each of N x N elements
 
@@ -70,11 +71,14 @@ def recorded_backends() -> Iterator[dict[str, str]]:
     """By direction, the backend that this library chooses meanwhile."""
     choose, chosen = _backends.choose, {}
 
-    def recorded(problem: Any, direction: str = "forward") -> str:
-        chosen[direction] = choose(problem, direction)
-        return chosen[direction]
+    def recorded(problem: Any, operation: str = "forward") -> str:
+        chosen[operation] = choose(problem, operation)
+        return chosen[operation]
 
-    with mock.patch.object(_backends, "choose", recorded):
+    with (
+        mock.patch.object(_backends, "choose", recorded),
+        cuda.changed_setting("observer", object()),
+    ):
         yield chosen
 
 

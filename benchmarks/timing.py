@@ -23,11 +23,7 @@ Sampler = Callable[[], float]  # milliseconds of one call, averaged over many
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed, and the settings that it runs under.
-
-    Many runs share one entry into the settings: to enter ``flash_attn.use_backend`` is to make this
-    library forget the calls that it has seen.
-    """
+    """What is timed, and the settings that it runs under: many runs share one entry into them."""
 
     run: Callable[[], Any]
     context: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -52,9 +52,10 @@ _DESCRIPTIONS = {
     "cache_slots": "cache_batch_idx",
 }
 
-# What, beside a call itself, decides its launch: the backend that is forced, and the shared memory
-# of a thread block in bytes (0: what the device has). Each state that occurs gets a number.
-_settings: dict[str, Any] = {"backend": None, "shared_memory": 0}
+# What, beside a call itself, decides its launch: the backend that is forced; the shared memory of a
+# thread block in bytes (0: what the device has); who wants to see all choices, as if calls were the
+# first ones. Each state that occurs gets a number.
+_settings: dict[str, Any] = {"backend": None, "shared_memory": 0, "observer": None}
 _states: dict[tuple[Any, ...], int] = {}
 state = 0
 
