@@ -18,6 +18,7 @@ from benchmarks import attention, cpu, memory, plots, providers, report, timing
 from benchmarks.cases import MATMULS, Case, make_inputs
 from benchmarks.providers import OURS, Provider, attempt, bind, find_providers
 from benchmarks.timing import Call
+from flash_attn import _backends
 from flash_attn._backends import cuda
 
 TINY = ["--tokens", "64", "--width", "64", "--headdim", "32", "--rounds", "1"]
@@ -471,7 +472,8 @@ def test_calls_of_a_sample_are_equal_and_share_the_settings(monkeypatch, options
 
     def record(q, *arguments, **options):
         given = (q, *arguments, *options.values())
-        seen.append((cuda.settings_version, [id(x) for x in given if isinstance(x, torch.Tensor)]))
+        tensors = [id(x) for x in given if isinstance(x, torch.Tensor)]
+        seen.append((_backends._forced, cuda.settings_version, tensors))
         return q
 
     for name in ("func", "varlen_func", "with_kvcache"):
@@ -481,7 +483,7 @@ def test_calls_of_a_sample_are_equal_and_share_the_settings(monkeypatch, options
     sample = timing.sampler(call, "cpu", sample_ms=0.05)
     seen.clear()
     sample()
-    assert len(seen) > 2 and all(one == seen[0] for one in seen)
+    assert len(seen) > 2 and all(one == seen[0] for one in seen) and seen[0][0] == "tiled"
 
 
 # ---- timing --------------------------------------------------------------------------------------
