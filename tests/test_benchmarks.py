@@ -18,7 +18,6 @@ from benchmarks import attention, cpu, memory, plots, providers, report, timing
 from benchmarks.cases import MATMULS, Case, make_inputs
 from benchmarks.providers import OURS, Provider, attempt, bind, find_providers
 from benchmarks.timing import Call
-from flash_attn import _backends
 from flash_attn._backends import cuda
 
 TINY = ["--tokens", "64", "--width", "64", "--headdim", "32", "--rounds", "1"]
@@ -473,7 +472,7 @@ def test_calls_of_a_sample_are_equal_and_share_the_settings(monkeypatch, options
     def record(q, *arguments, **options):
         given = (q, *arguments, *options.values())
         tensors = [id(x) for x in given if isinstance(x, torch.Tensor)]
-        seen.append((_backends._forced, cuda.settings_version, tensors))
+        seen.append((cuda.forced_backend(), cuda.state, tensors))
         return q
 
     for name in ("func", "varlen_func", "with_kvcache"):
