@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "common/mask.h"
 #include "host/cuda_check.h"
@@ -13,6 +11,7 @@
 #include "params.h"
 #include "sm80/clear_gaps.cuh"
 #include "sm80/forward_kernel.cuh"
+#include "sm80/tile_choice.h"
 
 namespace flash::sm80 {
 
@@ -43,23 +42,11 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
   }
 }
 
-// Takes the first tile shape from kChoice on that fits params.shared_memory.
-template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, int kChoice = 0>
+template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  if constexpr (forward_tile(kHeadDim, kHeadDimV, kChoice).block_m == 0) {
-    using Smallest = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice - 1>;
-    throw std::invalid_argument("shared_memory: got " + std::to_string(params.shared_memory) +
-                                " bytes; accepted for head dimensions " + std::to_string(kHeadDim) +
-                                " and " + std::to_string(kHeadDimV) + ": at least " +
-                                std::to_string(Smallest::kSharedBytes));
-  } else {
-    using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice>;
-    if (Config::kSharedBytes <= static_cast<size_t>(params.shared_memory)) {
-      launch_forward_kernel<Config>(params, stream);
-    } else {
-      launch_forward<T, kHeadDim, kHeadDimV, kFeatures, kChoice + 1>(params, stream);
-    }
-  }
+  launch_with_fitting_tile<ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>(
+      params.shared_memory,
+      [&](auto config) { launch_forward_kernel<decltype(config)>(params, stream); });
 }
 
 }  // namespace flash::sm80
