@@ -21,11 +21,10 @@ struct BackwardTile {
   int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
 };
 
-// The tile shapes of a pair of head dims, the preferred one first; {} ends the list. The first is
-// taken of which blocks_per_sm thread blocks fit an SM's shared memory, the last one if even one
-// does. There are 227 KB for a block on Hopper, 163 KB on an A100, 99 KB on other Ampere and Ada
-// GPUs. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal, without spills if not said
-// otherwise; docs/design-notes.md has them all.
+// The tile shapes of a head dim, the preferred one first; {} ends the list. tile_choice.h takes one
+// by shared memory, of which a thread block may use 227 KB on Hopper, 163 KB on an A100, 99 KB on
+// other Ampere and Ada GPUs. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal, without spills
+// if not said otherwise; docs/design-notes.md has them all.
 constexpr BackwardTile backward_tile(int headdim, int choice) {
   switch (headdim) {
     case 32:
@@ -64,8 +63,10 @@ constexpr BackwardTile backward_tile(int headdim, int choice) {
   return {};
 }
 
-template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures, int kChoice>
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures, int kChoice = 0>
 struct BackwardConfig {
+  using Next = BackwardConfig<T_, kHeadDim_, kHeadDimV_, kFeatures, kChoice + 1>;
+  static constexpr bool kIsLast = backward_tile(kHeadDim_, kChoice + 1).warps == 0;
   using T = T_;
   static constexpr BackwardTile kTile = backward_tile(kHeadDim_, kChoice);
   static constexpr bool kFull = kFeatures == FeatureSet::kFull;
@@ -96,6 +97,7 @@ struct BackwardConfig {
     alignas(128) T ds[kBlockM * kBlockN];
     alignas(128) float statistics[kQStages][2 * kBlockM];  // lse, then delta
   };
+  static constexpr size_t kSharedBytes = sizeof(SharedStorage);
 };
 
 }  // namespace flash::sm80

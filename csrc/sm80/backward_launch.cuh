@@ -16,6 +16,7 @@
 #include "params.h"
 #include "sm80/backward_kernel.cuh"
 #include "sm80/clear_gaps.cuh"
+#include "sm80/tile_choice.h"
 
 namespace flash::sm80 {
 
@@ -39,30 +40,11 @@ inline int row_tiles(const BackwardParams& params) {
   return static_cast<int>(tiles);
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, int kChoice = 0>
+template <typename Config>
 void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
-  using Config = BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice>;
-  constexpr size_t kSharedBytes = sizeof(typename Config::SharedStorage);
-  constexpr bool kLast = backward_tile(kHeadDim, kChoice + 1).warps == 0;
-  // An SM has 1 KB more than one thread block may use, and keeps 1 KB for each.
-  const auto fits = [&](int blocks) {
-    return blocks * (kSharedBytes + 1024) <= static_cast<size_t>(params.shared_memory) + 1024;
-  };
-  if constexpr (!kLast) {
-    if (!fits(Config::kBlocksPerSm)) {
-      launch_backward_main<T, kHeadDim, kHeadDimV, kFeatures, kChoice + 1>(params, stream);
-      return;
-    }
-  }
-  if (!fits(1)) {
-    throw std::runtime_error("the sm80 backward of head dimension " + std::to_string(kHeadDim) +
-                             " needs " + std::to_string(kSharedBytes) +
-                             " bytes of shared memory a thread block; this GPU has " +
-                             std::to_string(params.shared_memory));
-  }
   constexpr auto kKernel = backward_kernel<Config>;
   static std::atomic<uint64_t> devices{0};
-  allow_shared_memory(kKernel, kSharedBytes, devices);
+  allow_shared_memory(kKernel, Config::kSharedBytes, devices);
   const int num_n_blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
   const int64_t blocks = int64_t{params.batch} * params.nheads_kv * num_n_blocks;
   if (blocks > INT_MAX) {
@@ -71,11 +53,12 @@ void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
   }
   // What the thread blocks of one head of K and V read again and again: Q, dO and dQ.
   const int64_t bytes = int64_t{params.seqlen_q} * (params.nheads / params.nheads_kv) *
-                        (sizeof(T) * (kHeadDim + kHeadDimV) + sizeof(float) * kHeadDim);
+                        (sizeof(typename Config::T) * (Config::kHeadDim + Config::kHeadDimV) +
+                         sizeof(float) * Config::kHeadDim);
   const int64_t least = params.dq_turn == nullptr ? 1 : kOrderedHeads;
   const int64_t heads_together =
       std::min(std::max(kTogetherBytes / bytes, least), int64_t{params.batch} * params.nheads_kv);
-  kKernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(
+  kKernel<<<static_cast<unsigned>(blocks), Config::kThreads, Config::kSharedBytes, stream>>>(
       params, num_n_blocks, static_cast<int>(heads_together));
   check_cuda(cudaGetLastError(), "launch of the sm80 backward kernel");
 }
@@ -102,7 +85,9 @@ void launch_backward(BackwardParams params, cudaStream_t stream) {
         <<<grid(kDeltaRows<kHeadDimV>, batch), 128, 0, stream>>>(params, batch);
     check_cuda(cudaGetLastError(), "launch of the sm80 delta kernel");
   }
-  launch_backward_main<T, kHeadDim, kHeadDimV, kFeatures>(params, stream);
+  launch_with_fitting_tile<BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>(
+      params.shared_memory,
+      [&](auto config) { launch_backward_main<decltype(config)>(params, stream); });
   for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
     backward_dq_kernel<T, kHeadDim, kAnyAlignment>
         <<<grid(kDqRows, batch), 128, 0, stream>>>(params, batch);

@@ -17,9 +17,9 @@ struct ForwardTile {
   int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
 };
 
-// The tile shapes of a pair of head dims, the preferred one first; the first that fits the device's
-// shared memory is taken, {} ends the list. A thread block may use 227 KB on Hopper, 163 KB on an
-// A100, 99 KB on other Ampere and Ada GPUs.
+// The tile shapes of a pair of head dims, the preferred one first; {} ends the list. tile_choice.h
+// takes one by shared memory, of which a thread block may use 227 KB on Hopper, 163 KB on an A100,
+// 99 KB on other Ampere and Ada GPUs.
 //
 // 32 queries a warp, so that both of its 16-row fragments use each K and V fragment it loads (with
 // 16, shared memory is busy longer than the tensor cores). Where the output of 32 queries does not
@@ -67,8 +67,10 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, int choice) {
   return {};
 }
 
-template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice>
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice = 0>
 struct ForwardConfig {
+  using Next = ForwardConfig<T_, kHeadDim_, kHeadDimV_, kFeatures_, kChoice + 1>;
+  static constexpr bool kIsLast = forward_tile(kHeadDim_, kHeadDimV_, kChoice + 1).warps == 0;
   using T = T_;
   static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kChoice);
   static constexpr FeatureSet kFeatures = kFeatures_;

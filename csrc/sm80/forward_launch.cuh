@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
 #include "common/mask.h"
@@ -15,6 +13,7 @@
 #include "params.h"
 #include "sm80/clear_gaps.cuh"
 #include "sm80/forward_kernel.cuh"
+#include "sm80/tile_choice.h"
 
 namespace flash::sm80 {
 
@@ -45,23 +44,11 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
   }
 }
 
-// Takes the first tile shape from kChoice on that fits params.shared_memory.
-template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, int kChoice = 0>
+template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  if constexpr (forward_tile(kHeadDim, kHeadDimV, kChoice).block_m == 0) {
-    using Smallest = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice - 1>;
-    throw std::invalid_argument("shared_memory: got " + std::to_string(params.shared_memory) +
-                                " bytes; accepted for head dimensions " + std::to_string(kHeadDim) +
-                                " and " + std::to_string(kHeadDimV) + ": at least " +
-                                std::to_string(Smallest::kSharedBytes));
-  } else {
-    using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice>;
-    if (Config::kSharedBytes <= static_cast<size_t>(params.shared_memory)) {
-      launch_forward_kernel<Config>(params, stream);
-    } else {
-      launch_forward<T, kHeadDim, kHeadDimV, kFeatures, kChoice + 1>(params, stream);
-    }
-  }
+  launch_with_fitting_tile<ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>(
+      params.shared_memory,
+      [&](auto config) { launch_forward_kernel<decltype(config)>(params, stream); });
 }
 
 template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>

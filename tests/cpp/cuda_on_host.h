@@ -25,5 +25,10 @@ inline uint32_t __funnelshift_lc(uint32_t low, uint32_t high, uint32_t shift) {
 
 // Named by code that does not run here.
 float __shfl_xor_sync(unsigned, float, int);
+template <typename T>
+T __shfl_sync(unsigned, T, int);
 bool __any_sync(unsigned, bool);
+unsigned __ballot_sync(unsigned, bool);
+int __ffs(unsigned);
+uint4 make_uint4(uint32_t, uint32_t, uint32_t, uint32_t);
 float __log2f(float);

@@ -1,0 +1,55 @@
+"""Headers of the kernels, compiled for the host (tests/cpp): no GPU is needed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_attn._backends.philox import dropout_keep_mask
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+# seqlen_q, seqlen_k, window_left, window_right. As kernels get them: unbounded is the length.
+CASES = [
+    (70, 70, 70, 70),
+    (70, 70, 70, 0),
+    (33, 97, 97, 0),
+    (97, 33, 33, 0),
+    (130, 150, 20, 7),
+    (64, 129, 0, 64),
+    (1, 65, 3, 0),
+    (65, 1, 1, 0),
+]
+
+
+def output_of(name: str, folder: Path, numbers: list[int]) -> tuple[int, str]:
+    """Compile and run a program of tests/cpp; what it returns and prints."""
+    includes = [f"-I{ROOT / include}" for include in ("tests/cpp", "csrc")]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-include", "cuda_on_host.h"]
+    source, program = str(ROOT / "tests" / "cpp" / f"{name}.cpp"), str(folder / name)
+    subprocess.run([str(COMPILER), *flags, *includes, source, "-o", program], check=True)
+    text = " ".join(map(str, numbers))
+    result = subprocess.run([program], input=text, capture_output=True, text=True)
+    return result.returncode, result.stdout
+
+
+def test_tiles_of_both_orientations(tmp_path: Path) -> None:
+    """Mask, score transform and dropout of tiles of S and of its transpose."""
+    rng_state, p = (0x7EDC_BA98_7654_3210, 0x0123_4567_FEDC_BA98), 0.3
+    numbers: list[int] = []
+    for seqlen_q, seqlen_k, *window in CASES:
+        kept = dropout_keep_mask(torch.tensor(rng_state), p, 1, 1, seqlen_q, seqlen_k)
+        numbers += [*rng_state, round(p * 2**16), seqlen_q, seqlen_k, *window]
+        numbers += kept.int().flatten().tolist()
+    assert output_of("orientation", tmp_path, numbers) == (0, f"{len(CASES)} cases\n")
+
+
+def test_rows_of_no_sequence(tmp_path: Path) -> None:
+    assert output_of("gaps", tmp_path, []) == (0, "")
