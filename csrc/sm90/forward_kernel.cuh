@@ -169,6 +169,7 @@ struct Producer {
     v_state.advance();
   }
 
+  // One box holds the rows of all heads of the tile: a lane takes a part of it.
   __device__ void load_q(const Tile& tile, const Sequence& sequence, int m_begin) {
     const int stage = q_state.stage();
     shared.q_pipeline.wait_empty(q_state);
