@@ -6,8 +6,10 @@
 //   producers  two warps: have TMA load Q of the tile and its blocks of keys, and those of values
 //   consumers  two or three warpgroups: own 64 queries each, scores and output in registers
 //
-// Blocks are taken from the last to the first; with ALiBi they start at the diagonal
-// (key_blocks.cuh). Where a tile needs few registers, a thread block works on two streams of tiles
+// The causal or window mask: TileRange takes the blocks of keys that some query sees, `mask_scores`
+// in `consume` hides the single keys (common/mask.h). Blocks are taken from the last to the first;
+// with ALiBi they start at the diagonal (key_blocks.cuh).
+// Where a tile needs few registers, a thread block works on two streams of tiles
 // (forward_config.cuh). Each has its own consumers, and one warp that schedules and loads.
 // A warp that would be idle clears the rows of no sequence.
 //
@@ -55,6 +57,10 @@ struct TileRows {
   int rows;
   int group;                  // 1, or all query heads that read the same keys
   unsigned group_reciprocal;  // row * this >> 16 = row / group
+
+  // Of a row: its query, from the tile's first on, and its head, if the tile's first is `head`.
+  __device__ int query_of(int row) const { return static_cast<int>(row * group_reciprocal >> 16); }
+  __device__ int head_of(int head, int row) const { return (head - query_of(row)) * group + row; }
 };
 
 // What the host decides about a launch.
@@ -75,10 +81,10 @@ struct TileRange {
   Mask mask;                    // of positions: its shift is 0
   KeyBlocks<Config::kBlockN, kFull> blocks;
 
-  __device__ TileRange(const ForwardParams& params, const TileRows& of_tile, const Tile& tile)
+  __device__ TileRange(const ForwardParams& params, const TileRows& tile_rows, const Tile& tile)
       : sequence(params, tile.batch),
-        m_begin(tile.block * of_tile.rows),
-        m_end(min(m_begin + of_tile.rows, sequence.seqlen_q)),
+        m_begin(tile.block * tile_rows.rows),
+        m_end(min(m_begin + tile_rows.rows, sequence.seqlen_q)),
         position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
         last_position(position + m_end - m_begin - 1),
         mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
@@ -93,12 +99,12 @@ struct TileRange {
 // Tiles are blocks of queries: how many each sequence has, for the scheduler.
 struct QueryBlocks {
   const ForwardParams& params;
-  const TileRows& of_tile;
+  const TileRows& tile_rows;
 
   __device__ bool packed() const { return params.cu_seqlens_q != nullptr; }
   __device__ int batch() const { return params.batch; }
   __device__ int of_sequence(int batch) const {
-    return (Sequence(params, batch).seqlen_q + of_tile.rows - 1) / of_tile.rows;
+    return (Sequence(params, batch).seqlen_q + tile_rows.rows - 1) / tile_rows.rows;
   }
 };
 
@@ -163,6 +169,7 @@ struct Producer {
     v_state.advance();
   }
 
+  // One box holds the rows of all heads of the tile: a lane takes a part of it.
   __device__ void load_q(const Tile& tile, const Sequence& sequence, int m_begin) {
     const int stage = q_state.stage();
     shared.q_pipeline.wait_empty(q_state);
@@ -249,66 +256,137 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
 // Ids of named barriers: a turn for each consumer warpgroup.
 enum NamedBarrier { kTurn = 1 };
 
+// A consumer warpgroup: where it is in each pipeline, and its matmuls. `k` is the place of a block
+// of keys: that of the values, kv_state, or the next.
+template <typename Config>
+struct Consumer {
+  using T = typename Config::T;
+  using KvState = PipelineState<Config::kStages>;
+
+  typename Config::SharedStorage& shared;
+  const int warpgroup, lane;
+  KvState kv_state;
+  PipelineState<Config::kQStages> q_state;
+  TilePipeline::State tile_state;
+
+  __device__ Tile receive_tile() { return shared.tiles.receive(tile_state, lane); }
+
+  __device__ void wait_for_q() { shared.q_pipeline.wait_full(q_state); }
+  __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
+  __device__ void wait_for_v() { shared.v_pipeline.wait_full(kv_state); }
+  __device__ void release_q() { shared.q_pipeline.release(q_state, lane); }
+  __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
+  __device__ void release_v() { shared.v_pipeline.release(kv_state, lane); }
+
+  // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
+  __device__ void begin_scores(float (&scores)[1][Config::kBlockN / 8][4], KvState k) {
+    const KMajor<T, Config::kBlockM> q(shared.q[warp_uniform(q_state.stage())],
+                                       warpgroup * kWarpgroupRows);
+    start_multiply<T, Config::kHeadDim>(
+        scores[0], q, KMajor<T, Config::kBlockN>(shared.k[warp_uniform(k.stage())]));
+  }
+  // O += P V
+  __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
+                               const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
+    start_multiply_accumulate<T>(
+        out[0], p, MnMajor<T, Config::kBlockN>(shared.v[warp_uniform(kv_state.stage())]));
+  }
+
+  // Reads nothing of a block: none of its queries sees it.
+  __device__ void skip_block(bool is_last) {
+    wait_for_k(kv_state);
+    release_k(kv_state);
+    if (is_last) {
+      wait_for_q();
+      release_q();
+    }
+    wait_for_v();
+    release_v();
+    kv_state.advance();
+  }
+};
+
+// The end of a tile for the two rows, `first_row` and `first_row + 8`, of which a lane holds some
+// elements.
+template <typename Config>
+struct Epilogue {
+  using Out = typename Config::Out;
+  float factors[2];  // what the output is multiplied by
+  Out* targets[2];   // where it goes; null: the row holds no query
+
+  // Writes the log-sum-exp. dropout_scale: of the probabilities that are kept
+  __device__ void finish_softmax(const ForwardParams& params, const TileRows& tile_rows,
+                                 const Tile& tile, SoftmaxState<1>& softmax, float dropout_scale,
+                                 int first_row, int lane) {
+    // What it needs of the sequence is read again instead of occupying registers.
+    const Sequence sequence(params, ptx::opaque(tile.batch));
+    const int m_begin = ptx::opaque(tile.block) * tile_rows.rows;
+    float lse[2];
+    finish_rows(softmax, dropout_scale, factors, lse, WarpTeam());
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8, query = m_begin + tile_rows.query_of(row);
+      const int head = tile_rows.head_of(tile.head, row), place = sequence.q_first + query;
+      const bool valid = row < tile_rows.rows * tile_rows.group && query < sequence.seqlen_q;
+      targets[half] = valid ? rows_of<Out>(params.out, sequence.q_batch, place, head) : nullptr;
+      if (valid && lane % 4 == 0) {
+        params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride +
+                   place] = lse[half];
+      }
+    }
+  }
+
+  __device__ void store_output(const ForwardParams& params,
+                               float (&out)[1][Config::kHeadDimV / 8][4], int lane) const {
+    rescale_output(out, factors);
+    store_accumulators<Out, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0], lane);
+  }
+};
+
 template <typename Config>
 __device__ void consume(const ForwardParams& params, const ForwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
-  using Out = typename Config::Out;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
-  constexpr int kColTiles = kBlockN / 8, kOutTiles = Config::kHeadDimV / 8;
   // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
-  // (The compiler shall know that a stage is the same in all lanes.)
-  const auto q_at = [&](int stage) {
-    return KMajor<T, Config::kBlockM>(shared.q[warp_uniform(stage)], warpgroup * kWarpgroupRows);
-  };
-  const auto k_at = [&](int stage) { return KMajor<T, kBlockN>(shared.k[warp_uniform(stage)]); };
-  const auto v_at = [&](int stage) { return MnMajor<T, kBlockN>(shared.v[warp_uniform(stage)]); };
-
   // Whoever holds its turn issues matmuls while the others are at their softmax. Two streams mix by
   // themselves.
   constexpr bool kTurns = Config::kStreams == 1;
+  const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
   const auto take_turn = [&] {
     if (kTurns) ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup);
   };
-  const auto pass_turn = [&](int to) {
-    if (kTurns) ptx::bar_arrive(kTurn + to, 2 * kWarpgroup);
+  const auto pass_turn = [&] {
+    if (kTurns) ptx::bar_arrive(kTurn + next_warpgroup, 2 * kWarpgroup);
   };
-  const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
-  if (next_warpgroup == 0) pass_turn(0);
+  if (next_warpgroup == 0) pass_turn();
 
-  PipelineState<Config::kStages> kv_state;  // of V; K is taken from its place or from the next
-  PipelineState<Config::kQStages> q_state;
-  TilePipeline::State tile_state;
-  float scores[1][kColTiles][4];
-  // Rows of a tile are queries of `group` heads, heads fastest.
-  const auto query_of = [&](int row) {  // from the tile's first query on
-    return static_cast<int>(row * schedule.group_reciprocal >> 16);
-  };
+  Consumer<Config> consumer{shared, warpgroup, lane};
+  auto& kv_state = consumer.kv_state;
+  float scores[1][kBlockN / 8][4];
+  const auto query_of = [&](int row) { return schedule.query_of(row); };
   const int first_query = query_of(warpgroup * kWarpgroupRows);
   const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
   for (;;) {
-    const Tile tile = shared.tiles.receive(tile_state, lane);
+    const Tile tile = consumer.receive_tile();
     if (tile.batch < 0) break;
     const TileRange<Config> range(params, schedule, tile);
-    const auto head_of = [&](int row) {
-      return (tile.head - query_of(row)) * schedule.group + row;
-    };
     // Of the warpgroup's queries, one sees keys up to seen_end, all see all_begin .. all_end - 1.
     const bool has_queries = warp_uniform(range.m_begin + first_query) < range.m_end;
     const int first = range.position + first_query, last = range.position + last_query;
     const int seen_end = has_queries ? range.mask.end_key(last) : 0;
     const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
 
-    float out[1][kOutTiles][4] = {};
+    float out[1][Config::kHeadDimV / 8][4] = {};
     float sinks[2] = {-INFINITY, -INFINITY};
     if (params.s_aux != nullptr) {
-      sinks[0] = params.s_aux[head_of(first_row)];
-      sinks[1] = params.s_aux[head_of(first_row + 8)];
+      sinks[0] = params.s_aux[schedule.head_of(tile.head, first_row)];
+      sinks[1] = params.s_aux[schedule.head_of(tile.head, first_row + 8)];
     }
     SoftmaxState<1> softmax(scale_log2, sinks, lane % 4 == 0);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
@@ -337,48 +415,10 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       }
     };
 
-    const auto begin_scores = [&](PipelineState<Config::kStages> k) {
-      start_multiply<T, Config::kHeadDim>(scores[0], q_at(q_state.stage()), k_at(k.stage()));
-    };
-    const auto begin_output = [&] {
-      start_multiply_accumulate<T>(out[0], p, v_at(kv_state.stage()));
-    };
-    const auto wait_for_k = [&](PipelineState<Config::kStages> k) {
-      shared.k_pipeline.wait_full(k);
-    };
-    const auto wait_for_v = [&] { shared.v_pipeline.wait_full(kv_state); };
-    const auto wait_for_q = [&] { shared.q_pipeline.wait_full(q_state); };
-    const auto release_k = [&](PipelineState<Config::kStages> k) {
-      shared.k_pipeline.release(k, lane);
-    };
-    const auto release_q = [&] { shared.q_pipeline.release(q_state, lane); };
-    const auto release_v = [&] { shared.v_pipeline.release(kv_state, lane); };
-
-    float factors[2];
-    Out* targets[2];
+    Epilogue<Config> epilogue;
     const auto finish_softmax = [&] {
-      // What it needs of the sequence is read again instead of occupying registers.
-      const Sequence sequence(params, ptx::opaque(tile.batch));
-      const int m_begin = ptx::opaque(tile.block) * schedule.rows;
-      float lse[2];
-      finish_rows(softmax, kFull && dropout.enabled ? dropout.scale : 1.f, factors, lse,
-                  WarpTeam());
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row + half * 8, query = m_begin + query_of(row);
-        const int head = head_of(row), place = sequence.q_first + query;
-        const bool valid = row < schedule.rows * schedule.group && query < sequence.seqlen_q;
-        targets[half] = valid ? rows_of<Out>(params.out, sequence.q_batch, place, head) : nullptr;
-        if (valid && lane % 4 == 0) {
-          params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride +
-                     place] = lse[half];
-        }
-      }
-    };
-    const auto store_output = [&] {
-      rescale_output(out, factors);
-      store_accumulators<Out, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0],
-                                                             lane);
+      epilogue.finish_softmax(params, schedule, tile, softmax,
+                              kFull && dropout.enabled ? dropout.scale : 1.f, first_row, lane);
     };
 
     auto block = range.blocks;
@@ -386,59 +426,51 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     // Around a diagonal a warpgroup may see none of the first blocks. Without queries it sees none.
     while (more && block.key() >= seen_end) {
       more = !block.is_last();
-      wait_for_k(kv_state);
-      release_k(kv_state);
-      if (!more) {
-        wait_for_q();
-        release_q();
-      }
-      wait_for_v();
-      release_v();
+      consumer.skip_block(!more);
       take_turn();
-      pass_turn(next_warpgroup);
-      kv_state.advance();
+      pass_turn();
       block.advance();
     }
     if (more) {
-      wait_for_q();
-      wait_for_k(kv_state);
-      begin_scores(kv_state);
+      consumer.wait_for_q();
+      consumer.wait_for_k(kv_state);
+      consumer.begin_scores(scores, kv_state);
       ptx::wgmma_wait<0>(scores[0]);
-      release_k(kv_state);
-      if (kReleaseQEarly && block.is_last()) release_q();
+      consumer.release_k(kv_state);
+      if (kReleaseQEarly && block.is_last()) consumer.release_q();
       softmax_block(std::true_type(), block.key());
       // Each step: the scores of the next block of keys, and the output of this one.
       while (!block.is_last()) {
         block.advance();
-        wait_for_v();
-        wait_for_k(kv_state.next());
+        consumer.wait_for_v();
+        consumer.wait_for_k(kv_state.next());
         take_turn();
-        begin_scores(kv_state.next());
-        begin_output();
-        pass_turn(next_warpgroup);
+        consumer.begin_scores(scores, kv_state.next());
+        consumer.begin_output(out, p);
+        pass_turn();
         ptx::wgmma_wait<1>(scores[0]);
-        release_k(kv_state.next());
-        if (kReleaseQEarly && block.is_last()) release_q();
+        consumer.release_k(kv_state.next());
+        if (kReleaseQEarly && block.is_last()) consumer.release_q();
         ptx::wgmma_wait<0>(out[0]);
-        release_v();
+        consumer.release_v();
         kv_state.advance();
         softmax_block(std::false_type(), block.key());
       }
-      if (!kReleaseQEarly) release_q();
-      wait_for_v();
+      if (!kReleaseQEarly) consumer.release_q();
+      consumer.wait_for_v();
       take_turn();
-      begin_output();
-      pass_turn(next_warpgroup);
+      consumer.begin_output(out, p);
+      pass_turn();
       finish_softmax();
       ptx::wgmma_wait<0>(out[0]);
-      release_v();
+      consumer.release_v();
       kv_state.advance();
-      store_output();
+      epilogue.store_output(params, out, lane);
     } else if (has_queries) {
       finish_softmax();
-      store_output();
+      epilogue.store_output(params, out, lane);
     }
-    if (!block.empty()) q_state.advance();
+    if (!block.empty()) consumer.q_state.advance();
   }
 }
 

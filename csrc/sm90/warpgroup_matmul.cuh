@@ -18,7 +18,7 @@ constexpr int kWgmmaBytes = 32;
 template <typename T>
 constexpr int kWgmmaDepth = kWgmmaBytes / sizeof(T);
 
-// An operand whose rows hold what is summed over, from row `row` of a tile on, a multiple of 8.
+// A tile as an operand, from row `row` on, a multiple of 8. Products are summed over its columns.
 // tile: (parts, kRows, kBoxCols<T>)
 template <typename T, int kRows>
 struct KMajor {
@@ -35,7 +35,7 @@ struct KMajor {
   }
 };
 
-// An operand whose columns hold what is summed over: a whole tile. Of 16-bit elements alone.
+// A whole tile as an operand. Products are summed over its rows. WGMMA takes it in 16 bits alone.
 // tile: (parts, kRows, kBoxCols<T>)
 template <typename T, int kRows>
 struct MnMajor {
@@ -54,8 +54,8 @@ struct MnMajor {
 
 // Starts D = A B.
 // d: (64, kColTiles * 8), accumulators
-// a: KMajor, (64, kDepth)
-// b: KMajor or MnMajor, (kDepth, kColTiles * 8)
+// a: KMajor, 64 rows of a tile (rows, kDepth)
+// b: KMajor, a tile (kColTiles * 8, kDepth), or MnMajor, a tile (kDepth, kColTiles * 8)
 template <typename T, int kDepth, int kColTiles, typename A, typename B>
 __device__ void start_multiply(float (&d)[kColTiles][4], const A& a, const B& b) {
   ptx::wgmma_fence();
@@ -69,7 +69,7 @@ __device__ void start_multiply(float (&d)[kColTiles][4], const A& a, const B& b)
 // Starts D += A B.
 // d: (64, kColTiles * 8), accumulators
 // a: (64, kSteps * kWgmmaDepth<T>), A operands in registers
-// b: KMajor or MnMajor, (kSteps * kWgmmaDepth<T>, kColTiles * 8)
+// b: as above, with a depth of kSteps * kWgmmaDepth<T>
 template <typename T, int kColTiles, int kSteps, typename B>
 __device__ void start_multiply_accumulate(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
                                           const B& b) {
