@@ -47,10 +47,10 @@ class Workspaces {
 
 struct Kernel {
   std::string_view operation, backend;  // "forward", "sm80"
-  DType dtype, out_dtype;              // of q, k and v; of the result
-  int headdim, headdim_v;              // the largest that it takes
-  std::string_view features;           // name of its feature set
-  uint32_t takes;                      // of Feature
+  DType dtype, out_dtype;               // of q, k and v; of the result
+  int headdim, headdim_v;               // the largest that it takes
+  std::string_view features;            // name of its feature set
+  uint32_t takes;                       // of Feature
   void (*ask_workspaces)(const AttentionParams&, Workspaces&);
   void (*launch)(const AttentionParams&, cudaStream_t);
 };
