@@ -48,14 +48,17 @@ struct ScoreTransform {
     slope = fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // infinity times distance 0 would be NaN
   }
 
+  // Whether its derivative is not 1 everywhere.
+  __device__ bool is_curved() const { return softcap > 0.f; }
+
   // Of Q K^T or K Q^T. `query` and `key` are those of the lane's first score. `mask_scores()` makes
-  // those of invisible keys -inf; it is left to the caller to do that once more. `on_softcap(m, n,
-  // j, derivative)` sees the derivative of the soft cap at each score. scores: (kRowTiles,
-  // kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
+  // those of invisible keys -inf; it is left to the caller to do that once more. If the transform
+  // is curved, `on_derivative(m, n, j, derivative)` sees its derivative at each score. scores:
+  // (kRowTiles, kColTiles) accumulators of m16n8 (ptx/mma_sync.h)
   template <Rows kRows = Rows::kQueries, int kRowTiles, int kColTiles, typename MaskScores,
-            typename OnSoftcap>
+            typename OnDerivative>
   __device__ void apply(float (&scores)[kRowTiles][kColTiles][4], int query, int key,
-                        MaskScores mask_scores, OnSoftcap on_softcap) const {
+                        MaskScores mask_scores, OnDerivative on_derivative) const {
     if (softcap <= 0.f && slope == 0.f) return;
     // One loop for each option: a test inside would be a branch at every score.
     if (softcap > 0.f) {
@@ -73,7 +76,7 @@ struct ScoreTransform {
         tiles[n + 1][j] = four[2], tiles[n + 1][j + 1] = four[3];
       }
       for_each(scores, [&](float& score, int m, int n, int j) {
-        on_softcap(m, n, j, 1.f - score * score);
+        on_derivative(m, n, j, 1.f - score * score);
       });
     }
     if (slope != 0.f) {

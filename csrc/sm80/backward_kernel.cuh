@@ -292,10 +292,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         const auto row_of = [&](int m, int half) { return first_row + m * 16 + half * 8; };
         apply_mask(p, mask, row_of, first_key);
       };
-      float softcap_slope[kFull ? kRowsS : 1][kColsS][4];
+      float derivative[kFull ? kRowsS : 1][kColsS][4];  // of the score transform
       if constexpr (kFull) {
         transform.apply(p, first_row, first_key, mask_scores,
-                        [&](int m, int n, int j, float slope) { softcap_slope[m][n][j] = slope; });
+                        [&](int m, int n, int j, float slope) { derivative[m][n][j] = slope; });
       }
       mask_scores();
       const float* const statistics = shared.statistics[stage] + row_s * kRowsS * 16;
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         store_p(p);
       }
       if constexpr (kFull) {
-        if (transform.softcap > 0.f) multiply_elements(p, softcap_slope);
+        if (transform.is_curved()) multiply_elements(p, derivative);
       }
 
       const bool passes_turn = params.dq_turn != nullptr && queries.has_previous();
