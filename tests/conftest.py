@@ -6,13 +6,16 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers import takes
 from hypothesis import HealthCheck, Verbosity, settings
 
 import flash_attn
+from flash_attn import _backends
 
 # Small tensors gain nothing from a second thread, and where cores are shared, threads that wait for
 # each other made tests up to 50 times slower.
@@ -54,35 +57,28 @@ def without_gpu() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA GPU"
 
 
-def without_kernels(family: str) -> str | None:
-    """Why a family of kernels can't run here; None if it can."""
+def without_kernels(backend: str = "sm80") -> str | None:
+    """Why a backend's kernels can't run here; None if they can."""
     if reason := without_gpu():
         return reason
     available = flash_attn.available_backends("cuda")
-    return None if family in available else f"backends on this GPU: {', '.join(available)}"
+    return None if backend in available else f"backends on this GPU: {', '.join(available)}"
 
 
-def without_sm80() -> str | None:
-    return without_kernels("sm80")
-
-
-def without_sm90() -> str | None:
-    return without_kernels("sm90")
-
-
-# What the id of a test says that it ran on. cuda-default is what users get: the best family of
-# kernels that covers the problem, else tiled.
-BACKENDS = {
+# What the id of a test says that it ran on. cuda-default is what users get: the best backend that
+# covers the problem.
+BACKENDS: dict[str, tuple[str, str | None, Callable[[], str | None]]] = {
     "cpu-tiled": ("cpu", "tiled", lambda: None),
     "cuda-tiled": ("cuda", "tiled", without_gpu),
-    "cuda-default": ("cuda", None, without_sm80),
-    "cuda-sm80": ("cuda", "sm80", without_sm80),
-    "cuda-sm90": ("cuda", "sm90", without_sm90),
+    "cuda-default": ("cuda", None, without_kernels),
+    **{f"cuda-{x}": ("cuda", x, partial(without_kernels, x)) for x in _backends.BACKENDS[1:]},
 }
+# What one backend has alone is in test_<its name>.py.
+KERNELS = tuple(f"cuda-{x}" for x in _backends.BACKENDS[1:])
 
 
-def beyond(family: str, params: dict[str, Any]) -> bool:
-    """Whether a test's parameters ask a family of kernels for what it does not cover.
+def beyond(backend: str, params: dict[str, Any]) -> bool:
+    """Whether a test's parameters ask a backend's kernels for what they do not cover.
 
     (Parameters only. Problems that say nothing of it are made to fit: see `helpers.covered`.)
     """
@@ -93,8 +89,8 @@ def beyond(family: str, params: dict[str, Any]) -> bool:
     return (
         params.get("dtype") in (torch.float32, torch.float64)
         or max(dims) > 256
-        or (family == "sm80" and params.get("page_size") is not None)
-        or (family == "sm90" and (unaligned or any(dim % 8 for dim in dims)))
+        or (params.get("page_size") is not None and not takes(backend, "pages"))
+        or ((unaligned or any(dim % 8 for dim in dims)) and not takes(backend, "any_alignment"))
     )
 
 
@@ -148,7 +144,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [
         item
         for item, given in zip(items, params, strict=True)
-        if given.get("device") not in ("cuda-sm80", "cuda-sm90")
+        if given.get("device") not in KERNELS
         or not beyond(given["device"].removeprefix("cuda-"), given)
     ]
     if reason := without_gpu():

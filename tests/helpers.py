@@ -28,9 +28,15 @@ DROPOUT_SEED = 7
 
 
 def kernels_forced() -> str | None:
-    """The family of kernels under test, if it is one."""
+    """The backend under test, if it has kernels."""
     forced = cuda.forced_backend()
     return None if forced == "tiled" else forced
+
+
+def takes(backend: str | None, feature: str) -> bool:
+    """Whether the backend, if it has kernels, has some with this feature."""
+    rows = (x for x in cuda._KERNELS if x.backend == backend)
+    return backend is None or any(feature in x.takes for x in rows)
 
 
 def covered(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
@@ -40,12 +46,13 @@ def covered(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
 
 def covered_pages(*sizes: int | None) -> list[int | None]:
     """Those of the page sizes, None for keys that are not paged."""
-    return [size for size in sizes if size is None or kernels_forced() != "sm80"]
+    return [size for size in sizes if size is None or takes(kernels_forced(), "pages")]
 
 
 def covered_dims(*dims: int) -> list[int]:
     """Those of the head dims that the backend under test takes."""
-    return [dim for dim in dims if dim % 8 == 0 or kernels_forced() != "sm90"]
+    anything = takes(kernels_forced(), "any_alignment")
+    return [dim for dim in dims if dim % 8 == 0 or anything]
 
 
 def default_dtype() -> torch.dtype:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import flash_attn
+from flash_attn._backends import BACKENDS
 
 NHEADS, HEADDIM = 1, 64
-DTYPES = {"tiled": torch.float32, "sm80": torch.bfloat16, "sm90": torch.bfloat16}
 LENGTHS = [4096, 8192, 16384]
 
 
@@ -48,7 +48,8 @@ def measure_here(seqlen: int, device: str, backend: str) -> float:
 
     def leaves(seqlen: int) -> list[torch.Tensor]:
         shape = (1, seqlen, NHEADS, HEADDIM)
-        made = [torch.randn(shape, dtype=DTYPES[backend], device=device) for _ in range(3)]
+        dtype = torch.float32 if backend == "tiled" else torch.bfloat16
+        made = [torch.randn(shape, dtype=dtype, device=device) for _ in range(3)]
         return [x.requires_grad_() for x in made]
 
     def step(inputs: list[torch.Tensor]) -> None:
@@ -79,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("lengths", nargs="*", type=int, default=LENGTHS)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--backend", default="tiled", choices=list(DTYPES))
+    parser.add_argument("--backend", default="tiled", choices=BACKENDS)
     parser.add_argument("--here", action="store_true", help="measure one length, print a number")
     arguments = parser.parse_args()
     where = arguments.device, arguments.backend

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import backend_params
+from conftest import KERNELS, backend_params
 from helpers import NAN, call, captured, dense, int32, layout_of, varlen
 from oracle import assert_close_to_oracle, assert_matches_oracle, expect
 from test_kvcache import call as call_kvcache
@@ -19,8 +19,6 @@ from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn._backends import cuda
 
 pytestmark = pytest.mark.gpu
-
-KERNELS = ("cuda-sm80", "cuda-sm90")
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import BACKENDS, backend_params
+from conftest import BACKENDS, KERNELS, backend_params
 from measure_memory import peak_mib
 
 MARGIN_MIB = 4.0  # page-sized noise of the allocator
@@ -14,9 +14,7 @@ SEQLENS = {"cpu": (4096, 8192), "cuda": (16384, 32768)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", backend_params("cpu-tiled", "cuda-tiled", "cuda-sm80", "cuda-sm90")
-)
+@pytest.mark.parametrize("name", backend_params("cpu-tiled", "cuda-tiled", *KERNELS))
 def test_peak_memory_is_linear(name):
     device, backend, reason = BACKENDS[name]
     if reason := reason():
