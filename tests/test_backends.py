@@ -84,8 +84,8 @@ def problem(
 )
 def test_smallest_kernel(build, given, kernel):
     build(SM80)
-    found = SM80[cuda._kernel(problem(*given), "sm80", "backward")]
     aligned = all(headdim % 8 == 0 for headdim in given)
+    found = SM80[cuda._kernel(problem(*given), "sm80", "backward", aligned)]
     assert (found.operation, found.dtype) == ("backward", "bf16")
     assert (found.headdim, found.headdim_v) == kernel
     assert found.feature_set == ("plain" if aligned else "full")
@@ -134,7 +134,7 @@ def test_builds_without_some_rows(build):
 def test_dropout_that_drops_nothing(dropout_p, asked):
     """What 16 random bits cannot tell from 0 needs no kernel with dropout."""
     options = _arguments.options(dropout_p, None, True, -1, -1, 0.0, False)
-    assert cuda._features(problem()._replace(options=options)) == asked
+    assert problem()._replace(options=options).features == asked
 
 
 def test_devices_that_are_not_there(monkeypatch):

@@ -42,6 +42,8 @@ except ModuleNotFoundError as error:  # not built; an extension that is there bu
         return None
 
 
+# Tensors of (..., heads, headdim) beside q, k and v.
+_OPERANDS = {"out", "dout", "dq", "dk", "dv"}
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _WORKSPACE_DTYPES = {"fp32": torch.float32, "int32": torch.int32}
 
@@ -108,15 +110,16 @@ def unsupported(problem: Attention, backend: str, operation: str) -> str | None:
 
     ``operation`` is "forward" or "backward".
     """
-    found = _kernel(problem, backend, operation)
+    found = _kernel(problem, backend, operation, _are_aligned(problem))
     return found if isinstance(found, str) else None
 
 
-def _kernel(problem: Attention, backend: str, operation: str) -> int | str:
+def _kernel(problem: Attention, backend: str, operation: str, aligned: bool) -> int | str:
     """The place of the smallest kernel that takes the problem, or why there is none."""
     dtypes = problem.q.dtype, problem.out_dtype
     headdims = problem.headdim, problem.headdim_v
-    return _smallest_kernel(backend, operation, dtypes, headdims, _features(problem))
+    features = problem.features if aligned else problem.features | {"any_alignment"}
+    return _smallest_kernel(backend, operation, dtypes, headdims, features)
 
 
 @cache
@@ -151,11 +154,6 @@ def _smallest_kernel(
             return f"has no {operation} with {description}"
     wanted = " and ".join(described.values())
     return f"was built without the {operation} kernel that this call needs, with {wanted}"
-
-
-def _features(problem: Attention) -> frozenset[str]:
-    """What the problem asks for that not every kernel takes."""
-    return problem.features if _are_aligned(problem) else problem.features | {"any_alignment"}
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -347,9 +345,12 @@ def _prepare(
     results: dict[str, Tensor],
     like: dict[str, str] | None = None,
 ) -> Prepared:
-    kernel = _kernel(problem, backend, operation)
-    assert isinstance(kernel, int), "unsupported() was not asked"
     given = {name: x for name, x in tensors.items() if x is not None}
+    others = (x for name, x in {**given, **results}.items() if name in _OPERANDS)
+    aligned = _are_aligned(problem) and all(map(_is_aligned, others))
+    kernel = _kernel(problem, backend, operation, aligned)
+    if isinstance(kernel, str):  # of q, k and v alone unsupported() has been asked
+        raise NotImplementedError(f"the {backend} backend {kernel}; use_backend('tiled') does this")
     # max_seqlen_q and max_seqlen_k decide how much is launched, and windows are 32 bits wide.
     max_seqlen_q, max_seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     if problem.cu_seqlens_q is not None:
