@@ -473,9 +473,8 @@ def _operator(
         """The operator's arguments: all but the destinations."""
         return [*args[:first_written], *args[end_written:]]
 
-    unwritten = [None] * len(destinations)
-
     def plain_of(operands: Sequence[Any]) -> Any:
+        unwritten = [None] * len(destinations)
         return plain(*operands[:first_written], *unwritten, *operands[first_written:])
 
     def registered(*operands: Any) -> Any:
@@ -502,24 +501,19 @@ def _operator(
         operand_names = taken(names)
         positions = [operand_names.index(names[i]) for i in tensors if names[i] in operand_names]
         setup_context = functools.partial(_save_for_backward, positions)
-        backward = _backward_function(
-            operand_names, taken(defaults), positions, arguments, backward_of
-        )
+        gradients_of = _gradients_function(operand_names, arguments, backward_of)
+        backward = functools.partial(_backward, taken(defaults), positions, gradients_of)
         definition.register_autograd(backward, setup_context=setup_context)
         no_gradient = f"{name} has no forward mode in its kernels and in torch.compile; {_OTHERS}"
 
     def run(*operands: Any) -> Any:
         return op(*operands) if _is_watched(operands) else plain_of(operands)
 
-    def of_results(*operands: Any) -> Any:
-        return plain(*operands, *unwritten)
-
     function = _autograd_function(name, run, setup_context, backward, no_gradient)
     # Of its own, apply looks for functorch transforms, which `routed` has done: 2.5 us.
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
-    # The same for a call that nothing must see, of an operator whose destinations come last.
-    eager = _autograd_function(name, of_results, setup_context, backward, no_gradient)
-    apply_eager: Callable[..., Any] = super(torch.autograd.Function, eager).apply
+    if backward_of is not None:
+        apply_eager = _eager_function(name, plain, len(names), positions, gradients_of)
 
     def derived(args: list[Any], watched: bool) -> list[Any]:
         """A call that a derivative is wanted of, or that something must see."""
@@ -582,7 +576,7 @@ def _operator(
         if not special and not _wants_gradient(args, tensors):
             output = plain(*args)
         elif not special and is_attention and args[-1] is None and _are_plain(numbers_of(args)):
-            output = apply_eager(*args[:-1])
+            output = apply_eager(args)
         else:
             if watched:
                 for i in tensors:
@@ -725,17 +719,10 @@ def _save_for_backward(
     ctx.save_for_backward(*saved)
 
 
-def _backward_function(
-    names: list[str],
-    defaults: list[Any],
-    positions: Sequence[int],
-    problem_of: Callable[..., Attention],
-    backward_of: Callable[..., Any],
-) -> Callable[..., Any]:
-    """The backward of an operator whose operands have these names and defaults.
-
-    positions: of those that are tensors, which were saved
-    """
+def _gradients_function(
+    names: list[str], problem_of: Callable[..., Attention], backward_of: Callable[..., Any]
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The gradients of q, k, v and s_aux of an operator whose operands have these names."""
     i_slopes, i_sinks = names.index("alibi_slopes"), names.index("s_aux")
     i_table = names.index("block_table") if "block_table" in names else None
     own = ("dout", "out", "softmax_lse", "dlse", "dq", "dk", "dv")
@@ -744,17 +731,14 @@ def _backward_function(
         for name in inspect.signature(backward_of).parameters
     ]
 
-    def backward(
-        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None
+    def gradients(
+        inputs: Sequence[Any],
+        needed: Sequence[bool],  # may end before the inputs do
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        # What torch.func.vjp returns runs when its transform has ended, as its wrappers do not say.
-        saved: list[Any] = [x if x is None else _unwrap_if_dead(x) for x in ctx.saved_tensors]
-        out, lse, *tensors = saved
-        given = len(ctx.options)
-        inputs = [*ctx.options, *defaults[given:]]
-        for i, x in zip(positions, tensors, strict=False):
-            inputs[i] = x
-        needed = ctx.needs_input_grad
         if i_table is not None and inputs[i_table] is not None:
             raise NotImplementedError(
                 "block_table has no backward: gather the pages into k and v first"
@@ -762,26 +746,92 @@ def _backward_function(
         if i_slopes < len(needed) and needed[i_slopes]:
             raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
 
-        if torch.is_grad_enabled() and not _is_watched(tensors):  # create_graph=True
+        if torch.is_grad_enabled() and not _is_watched(inputs):  # create_graph=True
             problem = problem_of(*inputs)
             if _backends.choose(problem, "backward") == "tiled":
                 by_name = dict(zip(names, inputs, strict=True))
                 wanted = {n for n, needs in zip(names, needed, strict=False) if needs}
-                gradients = _recorded_gradients(problem_of, by_name, wanted, dout, dlse)
-                return tuple(gradients.get(name) for name in names[:given])
+                recorded = _recorded_gradients(problem_of, by_name, wanted, dout, dlse)
+                return tuple(recorded.get(name) for name in ("q", "k", "v", "s_aux"))
 
         if dout is None:
             dout = torch.zeros_like(out)
-        given_here = {"dout": dout, "out": out, "softmax_lse": lse, "dlse": dlse}
+        given = {"dout": dout, "out": out, "softmax_lse": lse, "dlse": dlse}
         dq, dk, dv, delta = backward_of(
-            *[given_here.get(name) if i is None else inputs[i] for name, i in sources]
+            *[given.get(name) if i is None else inputs[i] for name, i in sources]
         )
-        results = [dq, dk, dv, *[None] * (given - 3)]
         if i_sinks < len(needed) and needed[i_sinks]:
-            results[i_sinks] = _sink_gradient(inputs[i_sinks], lse, delta)
-        return tuple(results)
+            return dq, dk, dv, _sink_gradient(inputs[i_sinks], lse, delta)
+        return dq, dk, dv, None
 
-    return backward
+    vars(gradients)["i_sinks"] = i_sinks
+    return gradients
+
+
+def _backward(
+    defaults: list[Any],
+    positions: Sequence[int],
+    gradients_of: Callable[..., tuple[Tensor | None, ...]],
+    ctx: Any,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    *_: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    # What torch.func.vjp returns runs when its transform has ended, as its wrappers do not say.
+    saved: list[Any] = [x if x is None else _unwrap_if_dead(x) for x in ctx.saved_tensors]
+    out, lse, *tensors = saved
+    given = len(ctx.options)
+    inputs = [*ctx.options, *defaults[given:]]
+    for i, x in zip(positions, tensors, strict=False):
+        inputs[i] = x
+    *qkv, s_aux = gradients_of(inputs, ctx.needs_input_grad, out, lse, dout, dlse)
+    results = [*qkv, *[None] * (given - 3)]
+    if s_aux is not None:
+        results[vars(gradients_of)["i_sinks"]] = s_aux
+    return tuple(results)
+
+
+def _eager_function(
+    name: str,
+    plain: Callable[..., Any],
+    length: int,
+    positions: Sequence[int],
+    gradients_of: Callable[..., tuple[Tensor | None, ...]],
+) -> Callable[[tuple[Any, ...]], Any]:
+    """``plain`` with a gradient, for calls that nothing must see and no transform works on.
+
+    It takes all ``length`` arguments, of which the last is None. PyTorch sees the tensors at
+    ``positions``; the others travel as one object, which takes less time than one by one.
+    """
+    others = [i for i in range(length) if i not in positions]
+    tensors_of, options_of = operator.itemgetter(*positions), operator.itemgetter(*others)
+    together = operator.itemgetter(*map([*positions, *others].index, range(length)))
+    i_sinks = positions.index(vars(gradients_of)["i_sinks"]) - 3  # behind q, k and v
+    nothing = (None,) * (len(positions) - 4)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor | None) -> Any:
+            out, lse, probs = plain(*arguments)
+            if probs is not None:
+                ctx.mark_non_differentiable(probs)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(out, lse, *tensors)
+            ctx.options = options_of(arguments)
+            return out, lse, probs
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
+            out, lse, *tensors = ctx.saved_tensors
+            needed = (*ctx.needs_input_grad[1:], *[False] * len(others))
+            *qkv, s_aux = gradients_of(
+                together((*tensors, *ctx.options))[:-1], together(needed), out, lse, dout, dlse
+            )
+            return None, *qkv, *nothing[:i_sinks], s_aux, *nothing[i_sinks:]
+
+    Eager.__name__ = name
+    apply: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
+    return lambda arguments: apply(arguments, *tensors_of(arguments))
 
 
 def _recorded_gradients(

@@ -281,19 +281,22 @@ def test_workspaces_kept_zero(monkeypatch):
     monkeypatch.setattr(cuda, "_kept_zeros", {})
     monkeypatch.setattr(cuda, "_is_capturing", lambda index: capturing)
     monkeypatch.setattr(
-        cuda, "_lasting_zeros", lambda device, dtype, elements: torch.zeros(elements, dtype=dtype)
+        cuda, "_lasting_zeros", lambda device, elements, dtype: torch.zeros(elements, dtype=dtype)
     )
     identities = {1: 10, 2: 20}
     monkeypatch.setattr(cuda, "_C", SimpleNamespace(stream_id=identities.get), raising=False)
 
     def zeros(stream, elements=1):
-        return cuda._kept_zero(torch.device("cpu", 0), stream, torch.int32, elements)
+        return cuda._kept_zero(0, stream, elements, torch.int32)
 
     first, second = zeros(1), zeros(2)
     assert zeros(1) is first and first is not second
     assert zeros(1, 5).shape == (5,) and zeros(1) is first
     capturing = True
+    graph_zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: graph_zeros(*a, **k))
     in_graph = [zeros(1) for _ in range(2)]
+    monkeypatch.setattr(torch, "zeros", graph_zeros)
     assert len({x.data_ptr() for x in (first, second, *in_graph)}) == 4
     assert all(x.shape == (1,) and x.dtype == torch.int32 and not x.any() for x in in_graph)
     capturing = False

@@ -164,31 +164,36 @@ class Launch(NamedTuple):
 
     call: Any  # _C.Call
     q: int  # the place of q among the arguments
-    # Of each result its shape and dtype, or the place of the argument that it is like.
-    results: tuple[tuple[tuple[int, ...], torch.dtype, int | None], ...]
-    workspaces: tuple[tuple[torch.dtype, int, bool], ...]  # dtype, elements, whether kept zero
+    # Of each result its shape and dtype (None: that of q), or the place of the argument it is like.
+    results: tuple[tuple[tuple[int, ...], torch.dtype | None, int | None], ...]
+    scratch: tuple[tuple[int, torch.dtype], ...]
+    kept_zero: tuple[tuple[int, torch.dtype], ...]  # behind the others
 
-    def __call__(self, arguments: Sequence[Any]) -> list[Tensor]:
+    def __call__(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """Return the results."""
         q = arguments[self.q]
         results = [
-            q.new_empty(*shape, dtype=dtype) if like is None else torch.empty_like(arguments[like])
+            torch.empty_like(arguments[like])
+            if like is not None
+            else q.new_empty(*shape)
+            if dtype is None
+            else q.new_empty(*shape, dtype=dtype)
             for shape, dtype, like in self.results
         ]
         self.run(arguments, results)
         return results
 
-    def run(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> None:
+    def run(self, arguments: tuple[Any, ...], results: Sequence[Tensor]) -> None:
         """Write the results."""
         q = arguments[self.q]
-        stream = torch._C._cuda_getCurrentRawStream(q.get_device())
-        workspaces = [
-            _kept_zero(q.device, stream, dtype, elements)
-            if kept_zero
-            else q.new_empty(elements, dtype=dtype)
-            for dtype, elements, kept_zero in self.workspaces
-        ]
-        self.call.launch(arguments, (*results, *workspaces), stream)
+        device = q.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        behind = [*results]
+        for elements, dtype in self.scratch:
+            behind.append(q.new_empty(elements, dtype=dtype))
+        for elements, dtype in self.kept_zero:
+            behind.append(_kept_zero(device, stream, elements, dtype))
+        self.call.launch(arguments, tuple(behind), stream)
 
 
 class Prepared(NamedTuple):
@@ -212,17 +217,29 @@ class Prepared(NamedTuple):
         return self._at(places)
 
     def _at(self, places: dict[str, int]) -> Launch:
-        workspaces = self.call.workspaces
+        # Stable: _C.Call.names has them in any order, by name.
+        workspaces = sorted(self.call.workspaces, key=lambda workspace: workspace[3])
         behind = [*self.results, *(name for name, *_ in workspaces)]
         place_of = {**places, **{name: -1 - i for i, name in enumerate(behind)}}
         return Launch(
             self.call.at([place_of[name] for name in self.call.names]),
             places["q"],
             tuple(
-                (tuple(x.shape), x.dtype, places[self.like[name]] if name in self.like else None)
+                (
+                    tuple(x.shape),
+                    None if x.dtype == self.tensors["q"].dtype else x.dtype,
+                    places[self.like[name]] if name in self.like else None,
+                )
                 for name, x in self.results.items()
             ),
-            tuple((_WORKSPACE_DTYPES[dtype], *rest) for _, dtype, *rest in workspaces),
+            *(
+                tuple(
+                    (elements, _WORKSPACE_DTYPES[dtype])
+                    for _, dtype, elements, kept_zero in workspaces
+                    if kept_zero == wanted
+                )
+                for wanted in (False, True)
+            ),
         )
 
 
@@ -390,12 +407,12 @@ def _lengths_in_pages(problem: Attention) -> Tensor:
     return torch.minimum(lengths, problem.leftpad_k.clamp(0, rows) + most)
 
 
-# (device, identity of a stream, dtype, elements) -> a workspace that is kept zero
-_kept_zeros: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
+# (device, identity of a stream, elements, dtype) -> a workspace that is kept zero
+_kept_zeros: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 _DEFAULT_STREAM = -1  # which needs no asking
 
 
-def _kept_zero(device: torch.device, stream: int, dtype: torch.dtype, elements: int) -> Tensor:
+def _kept_zero(device: int, stream: int, elements: int, dtype: torch.dtype) -> Tensor:
     """Zeros whenever no kernel runs on the stream: a kernel leaves them as they were.
 
     Kernels of one stream share it since they follow each other. (Its handle does not tell: it may
@@ -404,13 +421,14 @@ def _kept_zero(device: torch.device, stream: int, dtype: torch.dtype, elements: 
     """
     identity = _DEFAULT_STREAM
     if stream != 0:  # the default stream is never captured
-        if _is_capturing(device.index):
-            return torch.zeros(elements, dtype=dtype, device=device)
+        if _is_capturing(device):
+            return torch.zeros(elements, dtype=dtype, device=torch.device("cuda", device))
         identity = _C.stream_id(stream)
-    key = (device.index, identity, dtype, elements)
+    key = (device, identity, elements, dtype)
     zeros = _kept_zeros.get(key)
     if zeros is None:
-        zeros = _kept_zeros.setdefault(key, _lasting_zeros(device, dtype, elements))
+        lasting = _lasting_zeros(torch.device("cuda", device), elements, dtype)
+        zeros = _kept_zeros.setdefault(key, lasting)
     return zeros
 
 
@@ -422,7 +440,7 @@ def _is_capturing(device_index: int) -> bool:
         return torch._C._cuda_isCurrentStreamCapturing()
 
 
-def _lasting_zeros(device: torch.device, dtype: torch.dtype, elements: int) -> Tensor:
+def _lasting_zeros(device: torch.device, elements: int, dtype: torch.dtype) -> Tensor:
     """(elements,), zero for what comes next on the current stream.
 
     Another thread allocates it, for torch.compile may direct this one to the memory pool of a CUDA
