@@ -104,8 +104,8 @@ class Reader {
     const int64_t any = batch_stride | row_stride | head_stride | tensor.size[last];
     aligned_ = aligned_ && any * size_of(dtype) % 16 == 0 &&
                reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
-    target = {nullptr, batch_stride, row_stride, head_stride};
-    bind(name, target.data);
+    target = {tensor.data, batch_stride, row_stride, head_stride};
+    bind(name, target.data, tensor);
   }
 
   // Null if there is none.
@@ -120,7 +120,7 @@ class Reader {
       stride *= tensor.size[i];
     }
     if (!valid) reject(name, tensor, shape, dtype, "contiguous");
-    bind(name, target);
+    bind(name, target, tensor);
   }
 
   // Whether every operand so far can be moved 16 bytes at a time.
@@ -142,7 +142,8 @@ class Reader {
 
  private:
   template <typename T>
-  void bind(const std::string& name, T*& target) {
+  void bind(const std::string& name, T*& target, const TensorView& tensor) {
+    target = static_cast<T*>(tensor.data);
     names_.push_back(name);
     places_.push_back(reinterpret_cast<char*>(&target) - reinterpret_cast<char*>(&params_));
   }
@@ -324,6 +325,8 @@ void Call::prepare(const Tensors& tensors, const Numbers& numbers) {
     names_.push_back(workspace.name);
     places_.push_back(workspace.place);
   }
+  const DeviceGuard guard(device_);
+  launcher_ = kernel_->prepare(*params);
   params_ = params;
   launch_ = [](const Call& call, void* const* addresses, cudaStream_t stream) {
     Params params = static_cast<const Params&>(*call.params_);
@@ -331,7 +334,7 @@ void Call::prepare(const Tensors& tensors, const Numbers& numbers) {
       std::memcpy(reinterpret_cast<char*>(&params) + call.places_[i], addresses + i, sizeof(void*));
     }
     const DeviceGuard guard(call.device_);
-    call.kernel_->launch(params, stream);
+    call.launcher_(params, stream);
   };
 }
 

@@ -44,6 +44,7 @@ class Call {
   int device_;
   std::shared_ptr<const AttentionParams> params_;  // the operation's, but for the addresses
   void (*launch_)(const Call&, void* const*, cudaStream_t);
+  Launcher launcher_;
   std::vector<std::string> names_;
   std::vector<size_t> places_;  // of their addresses in the parameters
   std::vector<Workspace> workspaces_;

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string_view>
 #include <type_traits>
 #include <vector>
@@ -45,6 +46,9 @@ class Workspaces {
   std::vector<Workspace> wanted_;
 };
 
+// Launches with parameters that differ from those it was made of in their addresses alone.
+using Launcher = std::function<void(const AttentionParams&, cudaStream_t)>;
+
 struct Kernel {
   std::string_view operation, backend;  // "forward", "sm80"
   DType dtype, out_dtype;               // of q, k and v; of the result
@@ -52,11 +56,12 @@ struct Kernel {
   std::string_view features;            // name of its feature set
   uint32_t takes;                       // of Feature
   void (*ask_workspaces)(const AttentionParams&, Workspaces&);
-  void (*launch)(const AttentionParams&, cudaStream_t);
+  Launcher (*prepare)(AttentionParams&);
 };
 
-// Row: Params, the parameters of the operation; kTakes; workspaces(params, wanted); launch(params,
-// stream). It stands beside the kernel, in <backend>/<operation>_launch.cuh.
+// Row: Params, the parameters of the operation; kTakes; workspaces(params, wanted);
+// prepare(params), which may complete the parameters and returns what launches with them. It stands
+// beside the kernel, in <backend>/<operation>_launch.cuh.
 template <typename Row>
 constexpr Kernel make_kernel(std::string_view operation, std::string_view backend, DType dtype,
                              DType out_dtype, int headdim, int headdim_v,
@@ -73,8 +78,11 @@ constexpr Kernel make_kernel(std::string_view operation, std::string_view backen
           [](const AttentionParams& params, Workspaces& wanted) {
             Row::workspaces(static_cast<const Params&>(params), wanted);
           },
-          [](const AttentionParams& params, cudaStream_t stream) {
-            Row::launch(static_cast<const Params&>(params), stream);
+          [](AttentionParams& params) -> Launcher {
+            return [launch = Row::prepare(static_cast<Params&>(params))](
+                       const AttentionParams& bound, cudaStream_t stream) {
+              launch(static_cast<const Params&>(bound), stream);
+            };
           }};
 }
 

@@ -364,6 +364,16 @@ def test_workspaces() -> None:
     tiles = 4 * 2  # of 16 queries: of 4 heads of 2 sequences of 5
     dq_accum = ("dq_accum", "fp32", tiles * 16 * 64, False)
     assert prepare("backward", "cuda").workspaces == [dq_accum]
+    packed = prepare(
+        "backward",
+        "cuda",
+        **{name: BF16[:2560].view(10, 4, 64) for name in ("q", "out", "dout", "dq")},
+        lse=torch.zeros(4, 10),
+        delta=torch.zeros(4, 10),
+        cu_seqlens_q=torch.tensor([0, 1, 1]).int(),  # where most rows belong to no sequence
+        max_seqlen_q=1,
+    )
+    assert packed.workspaces == [("dq_accum", "fp32", 4 * (10 // 16 + 2) * 16 * 64, False)]
     ordered = prepare("backward", "cuda", deterministic=True)
     assert ordered.workspaces == [dq_accum, ("dq_turn", "int32", tiles, False)]
     assert ordered.names[-2:] == ["dq_accum", "dq_turn"]

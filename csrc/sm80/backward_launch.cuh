@@ -107,9 +107,7 @@ struct BackwardRow {
     wanted.add("dq_accum", params.dq_accum, tiles * 16 * kHeadDim);
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles);
   }
-  static void launch(const Params& params, cudaStream_t stream) {
-    launch_backward<T, kHeadDim, kHeadDimV, kFeatures>(params, stream);
-  }
+  static auto prepare(Params&) { return launch_backward<T, kHeadDim, kHeadDimV, kFeatures>; }
 };
 
 }  // namespace flash::sm80

@@ -59,9 +59,7 @@ struct ForwardRow {
       features_of(kFeatures) | kCacheSlots | (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
 
   static void workspaces(const Params&, Workspaces&) {}
-  static void launch(const Params& params, cudaStream_t stream) {
-    launch_forward<T, kHeadDim, kHeadDimV, kFeatures>(params, stream);
-  }
+  static auto prepare(Params&) { return launch_forward<T, kHeadDim, kHeadDimV, kFeatures>; }
 };
 
 }  // namespace flash::sm80

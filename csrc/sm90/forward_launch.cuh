@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <numeric>
 
 #include "common/mask.h"
@@ -107,8 +108,9 @@ ForwardMaps make_maps(const ForwardParams& params, const ForwardSchedule& schedu
           keys(params.k, params.headdim), keys(params.v, params.headdim_v)};
 }
 
+// Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
-void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
+std::function<void(const ForwardParams&, cudaStream_t)> prepare_kernel(ForwardParams& params) {
   constexpr auto kKernel = forward_kernel<Config>;
   constexpr size_t kSharedBytes = Config::kStreams * sizeof(typename Config::SharedStorage);
   static std::atomic<uint64_t> devices{0};
@@ -123,26 +125,16 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
           ? schedule.tiles
           : schedule.heads * (params.total_q / schedule.rows + int64_t{1} * params.batch);
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
-  kKernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(
-      params, make_maps<Config>(params, schedule), schedule, scale_log2_of(params));
-  check_cuda(cudaGetLastError(), "launch of the sm90 forward kernel");
-}
-
-// T: of Q, K and V
-template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, typename Out = T>
-void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  using Short = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, false>;
-  using Long = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, true>;
-  if constexpr (!(Short::kTile == Long::kTile)) {
-    const bool masked = params.window_left >= 0 || params.window_right >= 0;
-    const int64_t queries =
-        params.cu_seqlens_q == nullptr ? params.seqlen_q : params.total_q / params.batch;
-    if (queries >= long_from(kHeadDim, kHeadDimV, masked)) {
-      launch_forward_kernel<Long>(params, stream);
-      return;
-    }
-  }
-  launch_forward_kernel<Short>(params, stream);
+  const ForwardMaps prepared = make_maps<Config>(params, schedule);
+  const float scale_log2 = scale_log2_of(params);
+  return [=](const ForwardParams& bound, cudaStream_t stream) {
+    ForwardMaps maps = prepared;
+    replace_address(maps.q, bound.q.data);
+    replace_address(maps.k, bound.k.data);
+    replace_address(maps.v, bound.v.data);
+    kKernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(bound, maps, schedule, scale_log2);
+    check_cuda(cudaGetLastError(), "launch of the sm90 forward kernel");
+  };
 }
 
 template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
@@ -153,8 +145,16 @@ struct ForwardRow {
   static void workspaces(const Params& params, Workspaces& wanted) {
     wanted.add("tile_counter", params.tile_counter, 1, /*kept_zero=*/true);
   }
-  static void launch(const Params& params, cudaStream_t stream) {
-    launch_forward<T, kHeadDim, kHeadDimV, kFeatures, Out>(params, stream);
+  static auto prepare(Params& params) {
+    using Short = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, false>;
+    using Long = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, true>;
+    if constexpr (!(Short::kTile == Long::kTile)) {
+      const bool masked = params.window_left >= 0 || params.window_right >= 0;
+      const int64_t queries =
+          params.cu_seqlens_q == nullptr ? params.seqlen_q : params.total_q / params.batch;
+      if (queries >= long_from(kHeadDim, kHeadDimV, masked)) return prepare_kernel<Long>(params);
+    }
+    return prepare_kernel<Short>(params);
   }
 };
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 #include "host/cuda_check.h"
 #include "sm90/tile_layout.cuh"
@@ -21,20 +22,30 @@ struct MapDim {
   int box;
 };
 
-inline auto tensor_map_encoder() {
-  static const auto encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                cudaEnableDefault, &found),
-               "cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)");
-    if (found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error(
-          "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
-    }
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return encode;
+// A function of the driver.
+template <typename Function>
+Function* find_in_driver(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
+             name);
+  if (found != cudaDriverEntryPointSuccess) {
+    throw std::runtime_error(std::string("the driver has no ") + name +
+                             ": it is older than CUDA 12");
+  }
+  return reinterpret_cast<Function*>(function);
+}
+
+// Another tensor of the same layout.
+inline void replace_address(CUtensorMap& map, void* data) {
+  static const auto replace =
+      find_in_driver<decltype(cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
+  const CUresult result = replace(&map, data);
+  if (result != CUDA_SUCCESS) {
+    std::ostringstream message;
+    message << "cuTensorMapReplaceAddress: error " << result << " for address " << data;
+    throw std::runtime_error(message.str());
+  }
 }
 
 // The map of a tensor of T. A box has kBoxCols<T> of its `cols` innermost elements and lies in
@@ -54,10 +65,12 @@ CUtensorMap encode_tensor_map(const void* data, int cols, const MapDim (&dims)[k
   constexpr CUtensorMapDataType kType =
       sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   static_assert(sizeof(T) <= 2);
+  static const auto encode =
+      find_in_driver<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   const CUresult result =
-      tensor_map_encoder()(&map, kType, kDims + 1, const_cast<void*>(data), sizes, strides, box,
-                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(&map, kType, kDims + 1, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     std::ostringstream message;
     message << "cuTensorMapEncodeTiled: error " << result << " for address " << data << ", " << cols
