@@ -818,7 +818,7 @@ def _eager_function(
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(out, lse, *tensors)
             ctx.options = options_of(arguments)
-            return out, lse, probs
+            return (out, lse) if probs is None else (out, lse, probs)
 
         @staticmethod
         def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
@@ -831,7 +831,12 @@ def _eager_function(
 
     Eager.__name__ = name
     apply: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
-    return lambda arguments: apply(arguments, *tensors_of(arguments))
+
+    def apply_eager(arguments: tuple[Any, ...]) -> Any:
+        output = apply(arguments, *tensors_of(arguments))
+        return output if len(output) == 3 else (*output, None)
+
+    return apply_eager
 
 
 def _recorded_gradients(

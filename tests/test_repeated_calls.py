@@ -178,6 +178,37 @@ def test_values_of_tensors(function, values):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("max_seqlen_q", [20, 70]),
+        ("max_seqlen_k", [30, 70]),
+        ("causal", [True, False]),
+        ("softcap", [0.0, 2.0]),
+        ("window_size", [3, 50]),
+        ("softmax_scale", [0.1, 0.5]),
+    ],
+)
+def test_numbers_given_as_tensors(option, values):
+    """Such a number has a value that the layout of its tensor does not tell."""
+    q, k, v = (y.flatten(0, 1) for y in inputs())
+    cu_seqlens = torch.tensor([0, 70, 140], dtype=torch.int32, device="cuda")
+    number = torch.tensor(values[0], device="cuda")
+    for value in values * 2:
+        number.fill_(value)
+        results = []
+        for given in (number, value):
+            options: dict[str, Any] = {"max_seqlen_q": 70, "max_seqlen_k": 70}
+            options[option] = (given, 0) if option == "window_size" else given
+            results.append(
+                flash_attn_varlen_func(
+                    q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options
+                )
+            )
+        assert torch.equal(*results)
+
+
+@pytest.mark.gpu
 def test_one_tensor_in_three_places():
     """Of a call with one tensor as q, k and v it is the layout that is remembered."""
     x, y = inputs(), torch.randn(2, 70, 4, 64, device="cuda").bfloat16()

@@ -210,11 +210,25 @@ class Prepared(NamedTuple):
         launch.run(tuple(self.tensors.values()), tuple(self.results.values()))
 
     def among(self, arguments: Sequence[Any], places: dict[str, int]) -> Launch | None:
-        """Return the launch for a caller's arguments; None if it needs other tensors than those."""
+        """Return the launch for a caller's arguments; None if it needs other tensors than those.
+
+        Or fewer: a number may be given as a tensor, whose value no key knows.
+        """
         for name, x in self.tensors.items():
             if name not in places or arguments[places[name]] is not x:
                 return None
-        return self._at(places)
+        given = sum(isinstance(x, Tensor) for x in arguments)
+        return self._at(places) if given == len(self.tensors) else None
+
+    def _recipe(
+        self, name: str, x: Tensor, places: dict[str, int]
+    ) -> tuple[tuple[int, ...], torch.dtype | None, int | None]:
+        """How to make a result, see Launch.results; of a tensor like another it takes less."""
+        q = self.tensors["q"]
+        if x.dtype == q.dtype and x.shape == q.shape and q.is_contiguous() and x.is_contiguous():
+            return (), None, places["q"]
+        like = places[self.like[name]] if name in self.like else None
+        return tuple(x.shape), None if x.dtype == q.dtype else x.dtype, like
 
     def _at(self, places: dict[str, int]) -> Launch:
         # Stable: _C.Call.names has them in any order, by name.
@@ -224,14 +238,7 @@ class Prepared(NamedTuple):
         return Launch(
             self.call.at([place_of[name] for name in self.call.names]),
             places["q"],
-            tuple(
-                (
-                    tuple(x.shape),
-                    None if x.dtype == self.tensors["q"].dtype else x.dtype,
-                    places[self.like[name]] if name in self.like else None,
-                )
-                for name, x in self.results.items()
-            ),
+            tuple(self._recipe(name, x, places) for name, x in self.results.items()),
             *(
                 tuple(
                     (elements, _WORKSPACE_DTYPES[dtype])
