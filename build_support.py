@@ -271,7 +271,8 @@ rule link
 
 """.splitlines()
     objects = []
-    for name, folder in (("bindings", python), ("call", OBJECTS), ("kernels", OBJECTS)):
+    for name in ("bindings", "call", "graph_slots", "kernels"):
+        folder = python if name == "bindings" else OBJECTS
         target = folder / f"{name}.o"
         lines.append(f"build {target}: host csrc/{name}.cpp | {folder}/toolchain.txt")
         objects.append(target)

@@ -13,7 +13,7 @@
 
 #include "call.h"
 #include "call_key.h"
-#include "host/cuda_check.h"
+#include "graph_slots.h"
 #include "kernels.h"
 #include "torch_tensor.h"
 
@@ -56,7 +56,7 @@ PlacedCall prepare(size_t kernel, const Tensors& tensors, const Numbers& numbers
 }
 
 using KernelRow = std::tuple<std::string, std::string, std::string, std::string, int, int,
-                             std::string, std::vector<std::string>>;
+                             std::string, std::vector<std::string>, int>;
 
 std::vector<KernelRow> kernel_rows() {
   std::vector<KernelRow> rows;
@@ -67,7 +67,7 @@ std::vector<KernelRow> kernel_rows() {
     }
     rows.emplace_back(kernel->operation, kernel->backend, name(kernel->dtype),
                       name(kernel->out_dtype), kernel->headdim, kernel->headdim_v, kernel->features,
-                      std::move(takes));
+                      std::move(takes), kernel->tiles);
   }
   return rows;
 }
@@ -80,14 +80,6 @@ std::vector<WorkspaceRow> workspace_rows(const PlacedCall& placed) {
     rows.emplace_back(x.name, name(x.dtype), x.elements, x.kept_zero);
   }
   return rows;
-}
-
-// Identifies a stream for the life of the process; a handle may be another stream's later, or mean
-// each thread's own.
-unsigned long long stream_id(uintptr_t stream) {
-  unsigned long long id = 0;
-  check_cuda(cudaStreamGetId(reinterpret_cast<cudaStream_t>(stream), &id), "cudaStreamGetId");
-  return id;
 }
 
 }  // namespace
@@ -118,9 +110,16 @@ PYBIND11_MODULE(_C, module) {
              "What a call of these arguments depends on, but for the addresses and values of its "
              "tensors, as bytes; None if they are not all plain CUDA tensors, numbers of Python or "
              "None.");
-  module.def("stream_id", &flash::stream_id, arg("stream"),
-             "What no other stream of this process is ever called. stream: a cudaStream_t.");
+  module.def(
+      "zeros_owner",
+      [](uintptr_t stream) { return flash::zeros_owner(reinterpret_cast<cudaStream_t>(stream)); },
+      arg("stream"),
+      "Whose memory it is that kernels keep zero, if they run on `stream`, a cudaStream_t: that of "
+      "the stream, a number of its own from 0 on; or that of the CUDA graph that captures it, -1 - "
+      "i for i of 0 .. GRAPH_SLOTS - 1, or None if all are taken.");
+  module.attr("GRAPH_SLOTS") = flash::kGraphSlots;
+  module.attr("KEPT_ZERO") = flash::kKeptZero;
   module.def("kernels", &flash::kernel_rows,
              "The kernels of this build: (operation, backend, dtype, dtype of the result, headdim, "
-             "headdim_v, feature set, features).");
+             "headdim_v, feature set, features, number of tile shapes).");
 }

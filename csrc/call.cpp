@@ -291,6 +291,11 @@ void check_covered(const Kernel& kernel, const Numbers& numbers, const Reader& r
                                 std::to_string(params.headdim) + " and " +
                                 std::to_string(params.headdim_v));
   }
+  if (params.tile < -1 || params.tile >= kernel.tiles) {
+    throw std::invalid_argument("tile: got " + std::to_string(params.tile) + "; accepted by " +
+                                describe(kernel) + ": from -1 to " +
+                                std::to_string(kernel.tiles - 1));
+  }
   for (const auto& [feature, name, argument] : kFeatureNames) {
     const auto number = numbers.find(argument);
     const bool asked = feature == kAnyAlignment  ? !params.aligned
@@ -317,7 +322,8 @@ void Call::prepare(const Tensors& tensors, const Numbers& numbers) {
   device_ = reader.device();
   if (params->shared_memory == 0) params->shared_memory = max_shared_memory(device_);
   Workspaces workspaces(*params);
-  kernel_->ask_workspaces(*params, workspaces);
+  const DeviceGuard guard(device_);
+  launcher_ = kernel_->prepare(*params, workspaces);
   workspaces_ = workspaces.wanted();
   names_ = reader.names();
   places_ = reader.places();
@@ -325,8 +331,6 @@ void Call::prepare(const Tensors& tensors, const Numbers& numbers) {
     names_.push_back(workspace.name);
     places_.push_back(workspace.place);
   }
-  const DeviceGuard guard(device_);
-  launcher_ = kernel_->prepare(*params);
   params_ = params;
   launch_ = [](const Call& call, void* const* addresses, cudaStream_t stream) {
     Params params = static_cast<const Params&>(*call.params_);

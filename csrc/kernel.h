@@ -15,12 +15,16 @@
 
 namespace flash {
 
+// Elements of the int32 workspace that is zero before and after each launch: launches of a stream
+// share it.
+constexpr int kKeptZero = 2048;
+
 // Memory that a launch needs beside its arguments and results.
 struct Workspace {
   const char* name;
   DType dtype;
   int64_t elements;
-  bool kept_zero;  // zero before and after each launch: launches of a stream share it
+  bool kept_zero;
   size_t place;    // of the pointer to it in the operation's parameters
 };
 
@@ -32,16 +36,23 @@ class Workspaces {
 
   // pointer: the field of the parameters that it is to be written to
   template <typename T>
-  void add(const char* name, T* const& pointer, int64_t elements, bool kept_zero = false) {
+  void add(const char* name, T* const& pointer, int64_t elements) {
     constexpr DType kType = std::is_same_v<T, float> ? DType::kFloat32 : DType::kInt32;
     static_assert(std::is_same_v<T, float> || std::is_same_v<T, int>);
-    const size_t place = reinterpret_cast<const char*>(&pointer) - params_;
-    wanted_.push_back({name, kType, elements, kept_zero, place});
+    wanted_.push_back({name, kType, elements, false, place_of(pointer)});
+  }
+  void add_kept_zero(const char* name, int* const& pointer) {
+    wanted_.push_back({name, DType::kInt32, kKeptZero, true, place_of(pointer)});
   }
 
   const std::vector<Workspace>& wanted() const { return wanted_; }
 
  private:
+  template <typename T>
+  size_t place_of(T* const& pointer) const {
+    return reinterpret_cast<const char*>(&pointer) - params_;
+  }
+
   const char* params_;
   std::vector<Workspace> wanted_;
 };
@@ -55,12 +66,12 @@ struct Kernel {
   int headdim, headdim_v;               // the largest that it takes
   std::string_view features;            // name of its feature set
   uint32_t takes;                       // of Feature
-  void (*ask_workspaces)(const AttentionParams&, Workspaces&);
-  Launcher (*prepare)(AttentionParams&);
+  int tiles;                            // tile shapes that it is compiled with
+  Launcher (*prepare)(AttentionParams&, Workspaces&);
 };
 
-// Row: Params, the parameters of the operation; kTakes; workspaces(params, wanted);
-// prepare(params), which may complete the parameters and returns what launches with them. It stands
+// Row: Params, the parameters of the operation; kTakes; kTiles; prepare(params, workspaces), which may
+// complete the parameters, asks for workspaces and returns what launches with them. It stands
 // beside the kernel, in <backend>/<operation>_launch.cuh.
 template <typename Row>
 constexpr Kernel make_kernel(std::string_view operation, std::string_view backend, DType dtype,
@@ -75,11 +86,9 @@ constexpr Kernel make_kernel(std::string_view operation, std::string_view backen
           headdim_v,
           features,
           Row::kTakes,
-          [](const AttentionParams& params, Workspaces& wanted) {
-            Row::workspaces(static_cast<const Params&>(params), wanted);
-          },
-          [](AttentionParams& params) -> Launcher {
-            return [launch = Row::prepare(static_cast<Params&>(params))](
+          Row::kTiles,
+          [](AttentionParams& params, Workspaces& workspaces) -> Launcher {
+            return [launch = Row::prepare(static_cast<Params&>(params), workspaces)](
                        const AttentionParams& bound, cudaStream_t stream) {
               launch(static_cast<const Params&>(bound), stream);
             };

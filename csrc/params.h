@@ -92,6 +92,7 @@ struct AttentionParams {
 
   // Bytes that a thread block may use: tiles are chosen by it.
   int shared_memory;
+  int tile;  // which of the kernel's tile shapes, counted from 0; -1: the kernel chooses
 };
 
 // The parameters that are numbers as they are given: visit(name, field).
@@ -103,6 +104,7 @@ void visit_numbers(AttentionParams& params, Visit visit) {
   visit("softcap", params.softcap);
   visit("deterministic", params.deterministic);
   visit("shared_memory", params.shared_memory);
+  visit("tile", params.tile);
 }
 
 struct ForwardParams : AttentionParams {
@@ -118,8 +120,21 @@ struct ForwardParams : AttentionParams {
   int64_t block_table_stride;
   int page_size;
 
-  int* tile_counter;  // (1), zero before and after the launch: hands out tiles. sm90 alone
+  // Parts into which the keys of a tile are divided, each for another thread block; 0: the kernel
+  // chooses.
+  int num_splits;
+  // What the parts leave for the last of them, which merges them: outputs and rows' statistics, in
+  // the order of accumulators (sm90/split.cuh).
+  float *partial_out, *partial_rows;
+  // (kKeptZero): the first hands out tiles, the others count the parts of a tile that are done.
+  int* counters;
 };
+
+template <typename Visit>
+void visit_numbers(ForwardParams& params, Visit visit) {
+  visit_numbers(static_cast<AttentionParams&>(params), visit);
+  visit("num_splits", params.num_splits);
+}
 
 struct BackwardParams : AttentionParams {
   static constexpr std::string_view kOperation = "backward";

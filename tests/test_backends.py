@@ -276,30 +276,36 @@ def test_lengths_of_pages(leftpad, seqused, max_seqlen_k):
 
 
 def test_workspaces_kept_zero(monkeypatch):
-    """One for each stream of a device; a CUDA graph, which may be replayed on any, has its own."""
-    capturing = False
+    """One for each stream of a device, and for each CUDA graph, which may be replayed on any."""
     monkeypatch.setattr(cuda, "_kept_zeros", {})
-    monkeypatch.setattr(cuda, "_is_capturing", lambda index: capturing)
-    monkeypatch.setattr(
-        cuda, "_lasting_zeros", lambda device, elements, dtype: torch.zeros(elements, dtype=dtype)
-    )
-    identities = {1: 10, 2: 20}
-    monkeypatch.setattr(cuda, "_C", SimpleNamespace(stream_id=identities.get), raising=False)
+    made = []
 
-    def zeros(stream, elements=1):
-        return cuda._kept_zero(0, stream, elements, torch.int32)
+    def lasting_zeros(device, shape):
+        made.append(shape)
+        return torch.zeros(shape, dtype=torch.int32)
 
-    first, second = zeros(1), zeros(2)
-    assert zeros(1) is first and first is not second
-    assert zeros(1, 5).shape == (5,) and zeros(1) is first
-    capturing = True
+    monkeypatch.setattr(cuda, "_lasting_zeros", lasting_zeros)
     graph_zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *a, device, **k: graph_zeros(*a, **k))
-    in_graph = [zeros(1) for _ in range(2)]
-    monkeypatch.setattr(torch, "zeros", graph_zeros)
-    assert len({x.data_ptr() for x in (first, second, *in_graph)}) == 4
-    assert all(x.shape == (1,) and x.dtype == torch.int32 and not x.any() for x in in_graph)
-    capturing = False
-    assert zeros(1) is first
-    identities[1] = 30  # the handle of a destroyed stream, used again
+    owners = {1: 10, 2: 20, 3: -1, 4: -2, 5: None}
+    extension = SimpleNamespace(zeros_owner=owners.get, KEPT_ZERO=8, GRAPH_SLOTS=2)
+    monkeypatch.setattr(cuda, "_C", extension, raising=False)
+
+    def zeros(stream):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "zeros", lambda *a, device, **k: graph_zeros(*a, **k))
+            return cuda._kept_zero(0, stream)
+
+    too_early = zeros(3)  # within the graph
+    assert zeros(3) is not too_early and not made
+    first, second = zeros(1), zeros(2)
+    assert made == [(3, 8), (1, 8)]  # the graphs' with the first
+    in_graphs = zeros(3), zeros(4)
+    no_slot = zeros(5)
+    by_default = zeros(0)
+    assert zeros(1) is first and zeros(3) is in_graphs[0] and zeros(0) is by_default
+    assert zeros(5) is not no_slot
+    all_zeros = (too_early, first, second, *in_graphs, no_slot, by_default)
+    assert len({x.data_ptr() for x in all_zeros}) == len(all_zeros)
+    assert all(x.shape == (8,) and x.dtype == torch.int32 and not x.any() for x in all_zeros)
+    owners[1] = 30  # the handle of a destroyed stream, used again
     assert zeros(1) is not first

@@ -359,7 +359,15 @@ def test_boundary_checks_of_the_backward(changes: dict[str, Any], message: str) 
 def test_workspaces() -> None:
     """What kernels ask for, and that a launch wants a place for each of its tensors."""
     forward = prepare("forward", "cuda", kernel=place_of("forward", "sm90"))
-    assert forward.workspaces == [("tile_counter", "int32", 1, True)]
+    counters = ("counters", "int32", cuda._C.KEPT_ZERO, True)
+    assert forward.workspaces == [counters]
+    split = prepare("forward", "cuda", kernel=place_of("forward", "sm90"), num_splits=3)
+    warps = 4 * 2 * 8  # of one tile for each of 4 heads of 2 sequences
+    assert split.workspaces == [
+        counters,
+        ("partial_out", "fp32", warps * 3 * 16 * 64, False),
+        ("partial_rows", "fp32", warps * 3 * 32 * 4, False),
+    ]
     assert prepare("forward", "cuda").workspaces == []
     tiles = 4 * 2  # of 16 queries: of 4 heads of 2 sequences of 5
     dq_accum = ("dq_accum", "fp32", tiles * 16 * 64, False)

@@ -119,8 +119,36 @@ def test_streams_have_identities():
         pytest.skip("no extension")
     per_thread = 2  # cudaStreamPerThread
     with ThreadPoolExecutor(1) as other:
-        theirs = other.submit(cuda._C.stream_id, per_thread).result()
-    mine = cuda._C.stream_id(per_thread)
-    assert mine == cuda._C.stream_id(per_thread) != theirs
+        theirs = other.submit(cuda._C.zeros_owner, per_thread).result()
+    mine = cuda._C.zeros_owner(per_thread)
+    assert mine == cuda._C.zeros_owner(per_thread) != theirs
     streams = [torch.cuda.Stream() for _ in range(3)]
-    assert len({cuda._C.stream_id(stream.cuda_stream) for stream in streams}) == 3
+    owners = {cuda._C.zeros_owner(stream.cuda_stream) for stream in streams}
+    assert len(owners) == 3 and min(owners) >= 0
+
+
+def test_graphs_have_slots():
+    """One for each stream that a graph is captured from, given back when the graph goes."""
+    if not cuda.available():
+        pytest.skip("no extension")
+
+    def owners() -> tuple[torch.cuda.CUDAGraph, list[int]]:
+        graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph):
+            stream = torch.cuda.current_stream()
+            found = [cuda._C.zeros_owner(stream.cuda_stream) for _ in range(2)]
+            beside.wait_stream(stream)
+            found.append(cuda._C.zeros_owner(beside.cuda_stream))
+            stream.wait_stream(beside)
+        return graph, found
+
+    graphs = [owners() for _ in range(3)]
+    slots = [owner for _, found in graphs for owner in found]
+    assert all(found[0] == found[1] != found[2] for _, found in graphs)
+    assert len(set(slots)) == 6 and max(slots) < 0
+    del graphs
+    torch.cuda.synchronize()
+    seen = set()
+    for _ in range(cuda._C.GRAPH_SLOTS):  # more than there are, one after the other
+        seen.update(owners()[1])
+    assert None not in seen

@@ -25,6 +25,24 @@ void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& dev
   devices.fetch_or(bit, std::memory_order_relaxed);
 }
 
+// Launches a kernel that calls ptx::wait_for_earlier_kernels: its thread blocks may start while the
+// stream's kernel before is ending.
+template <typename... Parameters, typename... Arguments>
+void launch_overlapping(void (*kernel)(Parameters...), int grid, int threads, size_t shared_bytes,
+                        cudaStream_t stream, const char* call, const Arguments&... arguments) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), call);
+}
+
 // A window side as Mask takes it: -1 (unbounded) becomes as wide as the longest sequence. Wider
 // ones are cut to that too, so that sums with it stay inside an int.
 inline int bounded_window(int window, int max_seqlen) {

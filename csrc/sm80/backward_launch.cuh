@@ -101,13 +101,14 @@ struct BackwardRow {
   using Params = BackwardParams;
   static constexpr uint32_t kTakes =
       features_of(kFeatures) | (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
+  static constexpr int kTiles = 1;
 
-  static void workspaces(const Params& params, Workspaces& wanted) {
+  static auto prepare(Params& params, Workspaces& wanted) {
     const int64_t tiles = int64_t{params.nheads} * row_tiles(params);
     wanted.add("dq_accum", params.dq_accum, tiles * 16 * kHeadDim);
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles);
+    return launch_backward<T, kHeadDim, kHeadDimV, kFeatures>;
   }
-  static auto prepare(Params&) { return launch_backward<T, kHeadDim, kHeadDimV, kFeatures>; }
 };
 
 }  // namespace flash::sm80

@@ -57,9 +57,11 @@ struct ForwardRow {
   using Params = ForwardParams;
   static constexpr uint32_t kTakes =
       features_of(kFeatures) | kCacheSlots | (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
+  static constexpr int kTiles = 1;
 
-  static void workspaces(const Params&, Workspaces&) {}
-  static auto prepare(Params&) { return launch_forward<T, kHeadDim, kHeadDimV, kFeatures>; }
+  static auto prepare(Params&, Workspaces&) {
+    return launch_forward<T, kHeadDim, kHeadDimV, kFeatures>;
+  }
 };
 
 }  // namespace flash::sm80

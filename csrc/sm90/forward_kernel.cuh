@@ -29,14 +29,17 @@
 #include "common/softmax.h"
 #include "common/warp.h"
 #include "params.h"
+#include "ptx/griddepcontrol.h"
 #include "ptx/named_barrier.h"
 #include "ptx/opaque.h"
+#include "ptx/prefetch.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
 #include "sm90/key_blocks.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
+#include "sm90/split.cuh"
 #include "sm90/store.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
@@ -70,7 +73,8 @@ struct ForwardSchedule : TileRows, TileSchedule {
   bool clear_tail;   // there may be anything but zeros behind a sequence's last value
 };
 
-// One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some.
+// One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some, or
+// a part of those.
 template <typename Config>
 struct TileRange {
   static constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
@@ -81,14 +85,15 @@ struct TileRange {
   Mask mask;                    // of positions: its shift is 0
   KeyBlocks<Config::kBlockN, kFull> blocks;
 
-  __device__ TileRange(const ForwardParams& params, const TileRows& tile_rows, const Tile& tile)
+  __device__ TileRange(const ForwardParams& params, const ForwardSchedule& schedule,
+                       const Tile& tile)
       : sequence(params, tile.batch),
-        m_begin(tile.block * tile_rows.rows),
-        m_end(min(m_begin + tile_rows.rows, sequence.seqlen_q)),
+        m_begin(tile.block * schedule.rows),
+        m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
         position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
         last_position(position + m_end - m_begin - 1),
         mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
-        blocks(mask.first_key(position), mask.end_key(last_position)) {
+        blocks(mask.first_key(position), mask.end_key(last_position), tile.part, schedule.splits) {
     // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
     if (kFull && params.alibi_slopes != nullptr) blocks.start_at(last_position);
   }
@@ -111,7 +116,7 @@ struct QueryBlocks {
 template <typename SharedStorage>
 __device__ void distribute_tiles(const ForwardParams& params, const ForwardSchedule& schedule,
                                  SharedStorage& shared, int lane) {
-  TileScheduler scheduler(params.tile_counter, schedule, QueryBlocks{params, schedule}, blockIdx.x,
+  TileScheduler scheduler(params.counters, schedule, QueryBlocks{params, schedule}, blockIdx.x,
                           gridDim.x, lane);
   TilePipeline::State tile_state;
   PipelineState<1> wanted_state;
@@ -182,7 +187,7 @@ struct Producer {
       const int part = ptx::opaque(lane);
       load_box(shared.q[stage] + lane * Config::kBlockM * kBoxCols<T>, maps.q, full, part,
                ptx::opaque(tile.head) % schedule.heads_of_kv, sequence.q_first + m_begin,
-               tile.head_kv, sequence.q_batch);
+               tile.head / schedule.heads_of_kv, sequence.q_batch);
     }
   }
 
@@ -192,7 +197,8 @@ struct Producer {
                             const Sequence& sequence, int n) {
     const BlockTable table{params.block_table, params.block_table_stride, params.page_size,
                            params.slots_k, params.seqlen_k};
-    const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first, tile.head_kv, table};
+    const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first,
+                            tile.head / schedule.heads_of_kv, table};
     load_rows<Config::kBlockN, kCols>(block, map, full, rows, n, schedule.key_box_rows, lane);
   }
 };
@@ -233,7 +239,7 @@ __device__ void produce_values(Producer<Config> producer) {
 // The work of all three in one warp.
 template <typename Config>
 __device__ void produce_all(Producer<Config> producer, int stream) {
-  TileScheduler scheduler(producer.params.tile_counter, producer.schedule,
+  TileScheduler scheduler(producer.params.counters, producer.schedule,
                           QueryBlocks{producer.params, producer.schedule},
                           stream * gridDim.x + blockIdx.x, Config::kStreams * gridDim.x,
                           producer.lane);
@@ -343,6 +349,18 @@ struct Epilogue {
   }
 };
 
+// Where warp `warp` of a tile's consumers leaves its part.
+template <typename Config>
+__device__ SplitSlot slot_of_warp(const ForwardParams& params, const ForwardSchedule& schedule,
+                                  const Tile& tile, int warp) {
+  constexpr int kOutTiles = Config::kHeadDimV / 8;
+  const int head = ptx::opaque(tile.batch) * schedule.heads + tile.head;
+  const int place = (head * schedule.blocks + tile.block) * Config::kConsumerWarps + warp;
+  const int64_t first = int64_t{1} * place * schedule.splits * 32;
+  return {reinterpret_cast<float4*>(params.partial_out) + first * kOutTiles,
+          reinterpret_cast<float4*>(params.partial_rows) + first, params.counters + 1 + place};
+}
+
 template <typename Config>
 __device__ void consume(const ForwardParams& params, const ForwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
@@ -351,6 +369,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   constexpr int kBlockN = Config::kBlockN;
   // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1;
+  // Beside the last matmul. (With two streams the full set has no registers for code that does it
+  // at several places.)
+  constexpr bool kFinishEarly = !(kFull && Config::kStreams == 2);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
@@ -384,7 +405,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
 
     float out[1][Config::kHeadDimV / 8][4] = {};
     float sinks[2] = {-INFINITY, -INFINITY};
-    if (params.s_aux != nullptr) {
+    if (params.s_aux != nullptr && tile.part == 0) {
       sinks[0] = params.s_aux[schedule.head_of(tile.head, first_row)];
       sinks[1] = params.s_aux[schedule.head_of(tile.head, first_row + 8)];
     }
@@ -421,6 +442,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
                               kFull && dropout.enabled ? dropout.scale : 1.f, first_row, lane);
     };
 
+    const bool is_split = schedule.splits > 1;
     auto block = range.blocks;
     bool more = !block.empty();
     // Around a diagonal a warpgroup may see none of the first blocks. Without queries it sees none.
@@ -461,13 +483,16 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       take_turn();
       consumer.begin_output(out, p);
       pass_turn();
-      finish_softmax();
+      if (kFinishEarly && !is_split) finish_softmax();
       ptx::wgmma_wait<0>(out[0]);
       consumer.release_v();
       kv_state.advance();
-      epilogue.store_output(params, out, lane);
-    } else if (has_queries) {
+    } else if (kFinishEarly && !is_split) {
       finish_softmax();
+    }
+    if (!is_split || merge_parts(slot_of_warp<Config>(params, schedule, tile, first_row / 16),
+                                 tile.part, schedule.splits, softmax, out, lane)) {
+      if (!kFinishEarly || is_split) finish_softmax();
       epilogue.store_output(params, out, lane);
     }
     if (!block.empty()) consumer.q_state.advance();
@@ -485,6 +510,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto* const shared_of_stream = reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
+  if (threadIdx.x == Config::kThreads - 1) {
+    ptx::prefetch_tensor_map(&maps.q);
+    ptx::prefetch_tensor_map(&maps.k);
+    ptx::prefetch_tensor_map(&maps.v);
+  }
   if (threadIdx.x < Config::kStreams) {
     auto& shared = shared_of_stream[threadIdx.x];
     shared.q_pipeline.init(Config::kConsumerWarps);
@@ -496,6 +526,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
 
   constexpr int kConsumerWarps = Config::kConsumerWarps, kStreams = Config::kStreams;
   if (warp < kStreams * kConsumerWarps) {

@@ -47,29 +47,31 @@ int heads_in_tile(const ForwardParams& params) {
 }
 
 template <typename Config>
-ForwardSchedule make_schedule(const ForwardParams& params) {
+ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
   ForwardSchedule schedule{};
+  schedule.splits = splits;
   schedule.group = heads_in_tile<Config>(params);
   schedule.rows = Config::kBlockM / schedule.group;
   schedule.group_reciprocal = (65536 + schedule.group - 1) / schedule.group;
   schedule.heads = params.nheads / schedule.group;
   schedule.heads_of_kv = schedule.heads / params.nheads_kv;
   schedule.blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
-  schedule.tiles = schedule.blocks * schedule.heads * params.batch;
+  schedule.tiles = schedule.blocks * schedule.heads * params.batch * splits;
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   const int64_t head_bytes =
       int64_t{sizeof(typename Config::T)} * params.seqlen_k * (params.headdim + params.headdim_v);
   const int64_t all_heads_kv = int64_t{1} * params.batch * params.nheads_kv;
   const auto heads_of = [&](int64_t heads_kv) {
-    return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv);
+    return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv *
+                            splits);
   };
   schedule.section = heads_of(masked ? kSectionBytes / head_bytes : 1);
   const int64_t last_tiles =
       masked && schedule.blocks >= kMinBlocks ? int64_t{kLastTiles} * multiprocessors() : 1;
   schedule.last_section =
       std::min(heads_of(last_tiles / (int64_t{1} * schedule.blocks * schedule.heads_of_kv) + 1),
-               heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv));
+               heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv / splits));
   // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
   // they had better not be reserved for a busy thread block.
   schedule.draw_early = !masked || params.seqlen_k <= kDrawEarlyKeys;
@@ -110,7 +112,8 @@ ForwardMaps make_maps(const ForwardParams& params, const ForwardSchedule& schedu
 
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
-std::function<void(const ForwardParams&, cudaStream_t)> prepare_kernel(ForwardParams& params) {
+std::function<void(const ForwardParams&, cudaStream_t)> prepare_kernel(ForwardParams& params,
+                                                                       Workspaces& wanted) {
   constexpr auto kKernel = forward_kernel<Config>;
   constexpr size_t kSharedBytes = Config::kStreams * sizeof(typename Config::SharedStorage);
   static std::atomic<uint64_t> devices{0};
@@ -118,12 +121,25 @@ std::function<void(const ForwardParams&, cudaStream_t)> prepare_kernel(ForwardPa
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const ForwardSchedule schedule = make_schedule<Config>(params);
+  const int splits = std::max(params.num_splits, 1);
+  const ForwardSchedule schedule = make_schedule<Config>(params, splits);
+  wanted.add_kept_zero("counters", params.counters);
+  if (splits > 1) {
+    const int64_t warps = int64_t{1} * params.batch * schedule.heads * schedule.blocks *
+                          Config::kConsumerWarps;
+    if (1 + warps > kKeptZero) {
+      throw std::invalid_argument("num_splits: got " + std::to_string(splits) + " for " +
+                                  std::to_string(warps / Config::kConsumerWarps) +
+                                  " tiles; accepted: 1");
+    }
+    wanted.add("partial_out", params.partial_out, warps * splits * 16 * Config::kHeadDimV);
+    wanted.add("partial_rows", params.partial_rows, warps * splits * 32 * 4);
+  }
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
-  const int64_t tiles =
-      params.cu_seqlens_q == nullptr
-          ? schedule.tiles
-          : schedule.heads * (params.total_q / schedule.rows + int64_t{1} * params.batch);
+  const int64_t tiles = params.cu_seqlens_q == nullptr
+                            ? schedule.tiles
+                            : (params.total_q / schedule.rows + int64_t{1} * params.batch) *
+                                  schedule.heads * splits;
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
   const ForwardMaps prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
@@ -132,8 +148,8 @@ std::function<void(const ForwardParams&, cudaStream_t)> prepare_kernel(ForwardPa
     replace_address(maps.q, bound.q.data);
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
-    kKernel<<<grid, Config::kThreads, kSharedBytes, stream>>>(bound, maps, schedule, scale_log2);
-    check_cuda(cudaGetLastError(), "launch of the sm90 forward kernel");
+    launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream,
+                       "launch of the sm90 forward kernel", bound, maps, schedule, scale_log2);
   };
 }
 
@@ -141,20 +157,31 @@ template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFea
 struct ForwardRow {
   using Params = ForwardParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) | kPages | kCacheSlots;
+  static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV, kFeatures);
 
-  static void workspaces(const Params& params, Workspaces& wanted) {
-    wanted.add("tile_counter", params.tile_counter, 1, /*kept_zero=*/true);
-  }
-  static auto prepare(Params& params) {
-    using Short = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, false>;
-    using Long = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, true>;
-    if constexpr (!(Short::kTile == Long::kTile)) {
+  template <int kChoice>
+  using Config = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, kChoice>;
+
+  static auto prepare(Params& params, Workspaces& wanted) {
+    int choice = params.tile;
+    if (choice < 0) {
       const bool masked = params.window_left >= 0 || params.window_right >= 0;
       const int64_t queries =
           params.cu_seqlens_q == nullptr ? params.seqlen_q : params.total_q / params.batch;
-      if (queries >= long_from(kHeadDim, kHeadDimV, masked)) return prepare_kernel<Long>(params);
+      choice = kHeadDim != 64 && kHeadDim != 256 && kTiles > 1 &&
+               queries >= long_from(kHeadDim, kHeadDimV, masked);
     }
-    return prepare_kernel<Short>(params);
+    return prepare_choice<0>(choice, params, wanted);
+  }
+
+ private:
+  template <int kChoice>
+  static std::function<void(const ForwardParams&, cudaStream_t)> prepare_choice(
+      int choice, Params& params, Workspaces& wanted) {
+    if constexpr (kChoice + 1 < kTiles) {
+      if (choice != kChoice) return prepare_choice<kChoice + 1>(choice, params, wanted);
+    }
+    return prepare_kernel<Config<kChoice>>(params, wanted);
   }
 };
 

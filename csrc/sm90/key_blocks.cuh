@@ -10,13 +10,17 @@ namespace flash::sm90 {
 template <int kBlockN, bool kFromDiagonal>
 class KeyBlocks {
  public:
-  // Of the keys begin .. end - 1.
-  __device__ KeyBlocks(int begin, int end)
-      : first_(begin / kBlockN * kBlockN),
-        last_(begin < end ? (end - 1) / kBlockN * kBlockN : first_ - kBlockN),
-        start_(last_),
-        end_(first_),
-        key_(last_) {}
+  // Of the keys begin .. end - 1, one of several equal parts.
+  __device__ KeyBlocks(int begin, int end, int part, int parts) : first_(begin / kBlockN * kBlockN) {
+    const int blocks = begin < end ? (end - 1) / kBlockN - begin / kBlockN + 1 : 0;
+    last_ = first_ + (blocks - 1) * kBlockN;
+    if (parts > 1) {
+      last_ = first_ + (blocks * (part + 1) / parts - 1) * kBlockN;
+      first_ += blocks * part / parts * kBlockN;
+    }
+    start_ = key_ = last_;
+    end_ = first_;
+  }
 
   // Before the first step: starts at the block of `key`, or at the nearest.
   __device__ void start_at(int key) {

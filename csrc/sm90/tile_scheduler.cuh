@@ -13,8 +13,11 @@ namespace flash::sm90 {
 
 constexpr int kTileSlots = 4;  // of tiles that are under way
 
-// What the host decides about the tiles of a launch. A tile is a block of rows of one head.
+// What the host decides about the tiles of a launch. A tile is a block of rows of one head. Its keys
+// may be divided among thread blocks: then each part of them is a tile, and a head counts as `splits`
+// heads in a section.
 struct TileSchedule {
+  int splits;
   int heads;         // of tiles
   int heads_of_kv;   // of these that read the same keys
   int blocks;        // tiles of one head of a dense sequence
@@ -24,7 +27,7 @@ struct TileSchedule {
 };
 
 struct alignas(16) Tile {
-  int block, head, head_kv, batch;  // batch -1: no tile is left
+  int block, head, part, batch;  // batch -1: no tile is left
 };
 
 // Held by one warp; `ticket` is the same in all of its lanes. Blocks tells of the sequences:
@@ -63,8 +66,10 @@ class TileScheduler {
 
  private:
   __device__ Tile make_tile(int block, int head, int batch) const {
-    return {block, head, head / schedule_.heads_of_kv, batch};
+    if (schedule_.splits == 1) return {block, head, 0, batch};
+    return {block, head / schedule_.splits, head % schedule_.splits, batch};
   }
+  __device__ int heads() const { return schedule_.heads * schedule_.splits; }
 
   __device__ Tile dense_tile() {
     tiles_ = schedule_.tiles;
@@ -73,15 +78,14 @@ class TileScheduler {
     // the most keys under a causal mask.
     const int blocks = schedule_.blocks;
     const int early_heads = tiles_ / blocks - schedule_.last_section;
-    int section_begin = early_heads, heads = schedule_.last_section;
+    int section_begin = early_heads, in_section = schedule_.last_section;
     if (ticket_ < early_heads * blocks) {
       section_begin = ticket_ / (schedule_.section * blocks) * schedule_.section;
-      heads = min(schedule_.section, early_heads - section_begin);
+      in_section = min(schedule_.section, early_heads - section_begin);
     }
     const int rest = ticket_ - section_begin * blocks;
-    const int batch_head = section_begin + rest % heads;
-    return make_tile(blocks - 1 - rest / heads, batch_head % schedule_.heads,
-                     batch_head / schedule_.heads);
+    const int batch_head = section_begin + rest % in_section;
+    return make_tile(blocks - 1 - rest / in_section, batch_head % heads(), batch_head / heads());
   }
 
   // Sequences one after the other. Tickets of one thread block only grow, so the search goes on
@@ -90,7 +94,7 @@ class TileScheduler {
     for (;;) {
       const int batch = first_batch_ + lane_;
       int blocks = batch < blocks_.batch() ? blocks_.of_sequence(batch) : 0;
-      const int tiles = blocks * schedule_.heads;
+      const int tiles = blocks * heads();
       int end = tiles;  // of this lane's sequence, among those of the warp
 #pragma unroll
       for (int delta = 1; delta < 32; delta *= 2) {
@@ -103,8 +107,7 @@ class TileScheduler {
         const int found = __ffs(later) - 1;
         const int within = rest - __shfl_sync(0xffffffff, end - tiles, found);
         blocks = __shfl_sync(0xffffffff, blocks, found);
-        return make_tile(blocks - 1 - within / schedule_.heads, within % schedule_.heads,
-                         first_batch_ + found);
+        return make_tile(blocks - 1 - within / heads(), within % heads(), first_batch_ + found);
       }
       if (first_batch_ >= blocks_.batch()) return {0, 0, 0, -1};
       tiles_ += __shfl_sync(0xffffffff, end, 31);

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +24,14 @@ class Kernel(NamedTuple):
     headdim: int  # the largest that it takes, of q and k
     headdim_v: int  # and of v
     feature_set: str
-    takes: frozenset[str]  # features that a call may have: see _features
+    takes: frozenset[str]  # features that a call may have: see Attention.features
+    tiles: int  # tile shapes, of which the setting "tile" forces one
 
 
 try:
     import flash_attn._C as _C
 
-    _KERNELS = tuple(Kernel(*row[:7], frozenset(row[7])) for row in _C.kernels())
+    _KERNELS = tuple(Kernel(*row[:7], frozenset(row[7]), *row[8:]) for row in _C.kernels())
     call_key = _C.call_key
 except ModuleNotFoundError as error:  # not built; an extension that is there but broken is an error
     if error.name != "flash_attn._C":
@@ -55,9 +56,16 @@ _DESCRIPTIONS = {
 }
 
 # What, beside a call itself, decides its launch: the backend that is forced; the shared memory of a
-# thread block in bytes (0: what the device has); who wants to see all choices, as if calls were the
-# first ones. Each state that occurs gets a number.
-_settings: dict[str, Any] = {"backend": None, "shared_memory": 0, "observer": None}
+# thread block in bytes (0: what the device has); the kernel's tile shape, counted from 0 (-1: the
+# kernel chooses), and into how many parts a forward divides the keys (0: likewise); who wants to see
+# all choices, as if calls were the first ones. Each state that occurs gets a number.
+_settings: dict[str, Any] = {
+    "backend": None,
+    "shared_memory": 0,
+    "tile": -1,
+    "num_splits": 0,
+    "observer": None,
+}
 _states: dict[tuple[Any, ...], int] = {}
 state = 0
 
@@ -167,7 +175,7 @@ class Launch(NamedTuple):
     # Of each result its shape and dtype (None: that of q), or the place of the argument it is like.
     results: tuple[tuple[tuple[int, ...], torch.dtype | None, int | None], ...]
     scratch: tuple[tuple[int, torch.dtype], ...]
-    kept_zero: tuple[tuple[int, torch.dtype], ...]  # behind the others
+    kept_zero: bool  # whether it takes _kept_zero, behind the others
 
     def __call__(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """Return the results."""
@@ -191,8 +199,8 @@ class Launch(NamedTuple):
         behind = [*results]
         for elements, dtype in self.scratch:
             behind.append(q.new_empty(elements, dtype=dtype))
-        for elements, dtype in self.kept_zero:
-            behind.append(_kept_zero(device, stream, elements, dtype))
+        if self.kept_zero:
+            behind.append(_kept_zero(device, stream))
         self.call.launch(arguments, tuple(behind), stream)
 
 
@@ -231,7 +239,6 @@ class Prepared(NamedTuple):
         return tuple(x.shape), None if x.dtype == q.dtype else x.dtype, like
 
     def _at(self, places: dict[str, int]) -> Launch:
-        # Stable: _C.Call.names has them in any order, by name.
         workspaces = sorted(self.call.workspaces, key=lambda workspace: workspace[3])
         behind = [*self.results, *(name for name, *_ in workspaces)]
         place_of = {**places, **{name: -1 - i for i, name in enumerate(behind)}}
@@ -239,14 +246,12 @@ class Prepared(NamedTuple):
             self.call.at([place_of[name] for name in self.call.names]),
             places["q"],
             tuple(self._recipe(name, x, places) for name, x in self.results.items()),
-            *(
-                tuple(
-                    (elements, _WORKSPACE_DTYPES[dtype])
-                    for _, dtype, elements, kept_zero in workspaces
-                    if kept_zero == wanted
-                )
-                for wanted in (False, True)
+            tuple(
+                (elements, _WORKSPACE_DTYPES[dtype])
+                for _, dtype, elements, kept_zero in workspaces
+                if not kept_zero
             ),
+            any(kept_zero for *_, kept_zero in workspaces),
         )
 
 
@@ -387,7 +392,7 @@ def _prepare(
         "softmax_scale": problem.softmax_scale,
         "window_left": min(problem.window_left, max_seqlen_k),
         "window_right": min(problem.window_right, max_seqlen_q),
-        "shared_memory": _settings["shared_memory"],
+        **{name: _settings[name] for name in ("shared_memory", "tile", "num_splits")},
     }
     call = _C.prepare(kernel, {**given, **results}, numbers)
     return Prepared(call, given, results, like or {})
@@ -414,50 +419,49 @@ def _lengths_in_pages(problem: Attention) -> Tensor:
     return torch.minimum(lengths, problem.leftpad_k.clamp(0, rows) + most)
 
 
-# (device, identity of a stream, elements, dtype) -> a workspace that is kept zero
-_kept_zeros: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
-_DEFAULT_STREAM = -1  # which needs no asking
+# (device, owner: see _C.zeros_owner) -> zeros, which the kernels of one owner leave as they were
+_kept_zeros: dict[tuple[int, int | None], Tensor] = {}
+_FIRST_SLOT = -1  # of CUDA graphs
+_DEFAULT_STREAM = _FIRST_SLOT - 2**31  # which needs no asking: it is never captured
 
 
-def _kept_zero(device: int, stream: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """Zeros whenever no kernel runs on the stream: a kernel leaves them as they were.
+def _kept_zero(device: int, stream: int) -> Tensor:
+    """Zeros, (_C.KEPT_ZERO,) int32, whenever no kernel of the stream runs, or of the CUDA graph.
 
-    Kernels of one stream share it since they follow each other. (Its handle does not tell: it may
-    be reused while a kernel of a destroyed stream still runs, or mean each thread's own stream.) A
-    CUDA graph gets its own, which it sets to zero itself: it may be replayed on any stream.
+    Kernels of one stream share them since they follow each other. A graph, which may be replayed on
+    any stream, has its own for each stream that it was captured from. Those are made with the
+    first of the device's: before there are any, a captured call makes zeros within the graph.
     """
-    identity = _DEFAULT_STREAM
-    if stream != 0:  # the default stream is never captured
-        if _is_capturing(device):
-            return torch.zeros(elements, dtype=dtype, device=torch.device("cuda", device))
-        identity = _C.stream_id(stream)
-    key = (device, identity, elements, dtype)
-    zeros = _kept_zeros.get(key)
-    if zeros is None:
-        lasting = _lasting_zeros(torch.device("cuda", device), elements, dtype)
-        zeros = _kept_zeros.setdefault(key, lasting)
-    return zeros
+    owner = _DEFAULT_STREAM if stream == 0 else _C.zeros_owner(stream)
+    zeros = _kept_zeros.get((device, owner))
+    if zeros is not None:
+        return zeros
+    where = torch.device("cuda", device)
+    if owner is None or _DEFAULT_STREAM < owner <= _FIRST_SLOT:
+        return torch.zeros(_C.KEPT_ZERO, dtype=torch.int32, device=where)
+    owners = [owner]
+    if (device, _FIRST_SLOT) not in _kept_zeros:
+        owners += [_FIRST_SLOT - slot for slot in range(_C.GRAPH_SLOTS)]
+    rows = _lasting_zeros(where, (len(owners), _C.KEPT_ZERO)).unbind()
+    for key, row in zip(owners, rows, strict=True):
+        _kept_zeros.setdefault((device, key), row)
+    return _kept_zeros[device, owner]
 
 
-def _is_capturing(device_index: int) -> bool:
-    """Whether the current stream of the device is captured into a CUDA graph."""
-    if torch._C._cuda_getDevice() == device_index:
-        return torch._C._cuda_isCurrentStreamCapturing()
-    with torch.cuda.device(device_index):
-        return torch._C._cuda_isCurrentStreamCapturing()
+def _lasting_zeros(device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    """Zeros for any stream.
 
-
-def _lasting_zeros(device: torch.device, elements: int, dtype: torch.dtype) -> Tensor:
-    """(elements,), zero for what comes next on the current stream.
-
-    Another thread allocates it, for torch.compile may direct this one to the memory pool of a CUDA
-    graph (mode="reduce-overhead"), where it tolerates nothing that outlives the call.
+    Another thread allocates them, for torch.compile may direct this one to the memory pool of a
+    CUDA graph (mode="reduce-overhead"), where it tolerates nothing that outlives the call.
     """
+
+    def make() -> Tensor:
+        zeros = torch.zeros(shape, dtype=torch.int32, device=device)
+        torch.cuda.default_stream(device).synchronize()
+        return zeros
+
     with ThreadPoolExecutor(1) as executor:
-        make = partial(torch.zeros, elements, dtype=dtype, device=device)
-        zeros = executor.submit(make).result()
-    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
-    return zeros
+        return executor.submit(make).result()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

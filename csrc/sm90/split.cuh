@@ -1,0 +1,74 @@
+// The keys of a tile divided among thread blocks, for launches with fewer tiles than the GPU has
+// room for. Each part leaves its output and its rows' statistics in a workspace; who is last merges
+// all, always in the same order: the result does not depend on who that is.
+//
+// Warps own their rows, so each merges by itself: the same warp of all parts shares a counter.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "common/softmax.h"
+#include "ptx/special_functions.h"
+
+namespace flash::sm90 {
+
+// Where the same warp of all parts of a tile leaves what it has. Lanes write side by side.
+struct SplitSlot {
+  float4* out;   // (parts, kOutTiles, 32): accumulators of m16n8, unnormalized
+  float4* rows;  // (parts, 32): the lane's references and sums
+  int* counter;  // zero before and after
+};
+
+// Leaves this warp's part. If it is the last, merges all into `out` and `softmax` and returns true.
+template <int kOutTiles>
+__device__ bool merge_parts(const SplitSlot& slot, int part, int parts, SoftmaxState<1>& softmax,
+                            float (&out)[1][kOutTiles][4], int lane) {
+  float4* const mine = slot.out + part * kOutTiles * 32 + lane;
+#pragma unroll
+  for (int i = 0; i < kOutTiles; ++i) {
+    const float(&x)[4] = out[0][i];
+    __stcg(mine + i * 32, make_float4(x[0], x[1], x[2], x[3]));
+  }
+  __stcg(slot.rows + part * 32 + lane, make_float4(softmax.reference[0], softmax.reference[1],
+                                                   softmax.sum[0], softmax.sum[1]));
+  __threadfence();
+  __syncwarp();
+  int before = 0;
+  if (lane == 0) before = atomicAdd(slot.counter, 1);
+  before = __shfl_sync(0xffffffff, before, 0);
+  if (before != parts - 1) return false;
+  if (lane == 0) *slot.counter = 0;
+  __threadfence();
+
+  float reference[2] = {-FLT_MAX, -FLT_MAX};
+#pragma unroll 1
+  for (int i = 0; i < parts; ++i) {
+    const float4 rows = __ldcg(slot.rows + i * 32 + lane);
+    reference[0] = fmaxf(reference[0], rows.x);
+    reference[1] = fmaxf(reference[1], rows.y);
+  }
+  softmax.sum[0] = softmax.sum[1] = 0.f;
+  for_each(out, [](float& x, int, int, int) { x = 0.f; });
+#pragma unroll 1
+  for (int i = 0; i < parts; ++i) {
+    const float4 rows = __ldcg(slot.rows + i * 32 + lane);
+    const float factors[2] = {ptx::ex2(rows.x - reference[0]), ptx::ex2(rows.y - reference[1])};
+    softmax.sum[0] += factors[0] * rows.z;
+    softmax.sum[1] += factors[1] * rows.w;
+    const float4* const theirs = slot.out + i * kOutTiles * 32 + lane;
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+      const float4 x = __ldcg(theirs + n * 32);
+      out[0][n][0] += factors[0] * x.x;
+      out[0][n][1] += factors[0] * x.y;
+      out[0][n][2] += factors[1] * x.z;
+      out[0][n][3] += factors[1] * x.w;
+    }
+  }
+  softmax.reference[0] = reference[0];
+  softmax.reference[1] = reference[1];
+  return true;
+}
+
+}  // namespace flash::sm90
