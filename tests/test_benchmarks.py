@@ -46,10 +46,10 @@ def pairs_of(case: Case) -> list[tuple[int, int, int]]:
     left, right = case.window_size
     return [
         (b, i, j)
-        for b, n in enumerate(case.lengths)
-        for i in range(case.queries or n)
-        for j in range(n)
-        for distance in [j - (i + n - (case.queries or n))]
+        for b, (queries, keys) in enumerate(case.rows)
+        for i in range(queries)
+        for j in range(keys)
+        for distance in [j - (i + keys - queries)]
         if (left < 0 or distance >= -left) and (right < 0 or distance <= right)
     ]
 
@@ -78,6 +78,31 @@ def test_flops_and_bytes_are_those_of_what_is_visible(causal, window, varlen, qu
     )
 
 
+@pytest.mark.parametrize("direction", MATMULS)
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("keys", [0, 30, 170])
+@pytest.mark.parametrize("window", [-1, 40])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_and_bytes_of_cross_attention_and_other_columns_of_v(
+    causal, window, keys, varlen, direction
+):
+    sizes = {"tokens": 300, "width": 192, "group": 2, "keys": keys, "headdim_v": 32}
+    case = Case(direction, "bf16", 48, causal, 100, window, varlen=varlen, **sizes)
+    queries = sum(n for n, _ in case.rows)
+    assert queries == 300 and {m for _, m in case.rows} == ({keys} if keys else set(case.lengths))
+    seen = pairs_of(case)
+    pairs: float = len(seen)
+    if causal and window < 0 and not varlen and not keys:
+        pairs -= 0.5 * 300
+    columns = {"forward": 48 + 32, "backward": 3 * 48 + 2 * 32, "both": 4 * 48 + 3 * 32}
+    assert case.flops == 2 * 4 * columns[direction] * pairs
+
+    q, out = (queries * 4 * d * 2 for d in (48, 32))
+    k, v = (len({(b, j) for b, _, j in seen}) * 2 * d * 2 for d in (48, 32))
+    read_and_written = {"forward": q + k + v + out, "backward": 2 * q + out + 2 * k + 2 * v}
+    assert case.bytes == read_and_written.get(direction, sum(read_and_written.values()))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("direction", ["forward", "both"])
 @pytest.mark.parametrize(
@@ -97,6 +122,11 @@ def test_flops_and_bytes_are_those_of_what_is_visible(causal, window, varlen, qu
         {"queries": 4, "causal": True, "varlen": True, "shortest": 8},
         {"queries": 1, "causal": True, "varlen": True, "page_size": 16},
         {"queries": 4, "causal": True, "page_size": 48},
+        {"keys": 77},
+        {"keys": 200, "causal": True, "group": 2},
+        {"keys": 77, "varlen": True, "window": 40},
+        {"headdim_v": 32},
+        {"headdim_v": 32, "keys": 77, "group": 2},
     ],
     ids=str,
 )
@@ -116,6 +146,8 @@ def test_providers_compute_the_same(options, direction, device):
         return
     through_operator = not {"alibi", "softcap", "page_size"} & set(options)
     through_sdpa = through_operator and not {"varlen", "window"} & set(options)
+    through_sdpa = through_sdpa and not (case.keys and case.causal)
+    through_operator = through_operator and not case.headdim_v
     if case.queries:
         through_operator = through_operator and not case.varlen
     if device == "cuda":
@@ -127,7 +159,8 @@ def test_providers_compute_the_same(options, direction, device):
         assert ours | ({"flash", "flash_op"} if through_operator else set()) <= set(results)
     else:
         peers = {"math", "flash"} if through_sdpa else set()
-        assert set(results) == {"tiled"} | (peers - {"flash"} if case.queries > 1 else peers)
+        peers -= {"flash"} if case.queries > 1 or case.headdim_v else set()
+        assert set(results) == {"tiled"} | peers
     for name, tensors in results.items():
         for x, expected in zip(tensors, results["tiled"], strict=True):
             error = (x - expected).float().norm() / expected.float().norm()
@@ -459,7 +492,7 @@ def test_fa3_is_given_the_cache(monkeypatch, page_size):
 
     case = case._replace(queries=0, page_size=0)
     bind(fa3, case, make_inputs(case, "cpu"))()
-    assert calls.pop()[3]["num_splits"] == 1
+    assert calls.pop()[3]["num_splits"] == 0
 
 
 @pytest.mark.parametrize(
