@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flash_attn
-from benchmarks import attention, cpu, memory, plots, providers, report, timing
+from benchmarks import attention, cpu, memory, plots, presets, providers, report, timing
 from benchmarks.cases import MATMULS, Case, make_inputs
 from benchmarks.providers import OURS, Provider, attempt, bind, find_providers
 from benchmarks.timing import Call
@@ -188,18 +188,18 @@ def test_attention(tmp_path, capsys):
     assert "geometric mean" in printed.out and "23/24  both fp32 group 2 varlen" in printed.err
 
 
-@pytest.mark.parametrize("name", attention.PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_presets(name):
     arguments = ["--preset", name, "--direction", "forward", "--dtype", "bf16", "fp16"]
     a = attention.parse([*arguments, "--providers", "sm90", "tiled"], "cuda")
     assert a.providers == ["sm90", "tiled"] and a.output == f"attention-{name}"
     a = attention.parse(arguments, "cuda")
     assert a.providers[0] == "sm90" and a.baseline in a.providers[1:]
-    assert a.timing == ("graph" if name in ("short", "decode") else "launch")
+    assert a.timing == ("graph" if name in ("short", "decode", "models") else "launch")
     a = attention.parse([*arguments, "--timing", "launch", "--no-flush-l2"], "cuda")
     assert a.timing == "launch" and not a.flush_l2
     cases = attention.grid(a)
-    assert len(cases) == len(set(cases)) == 2 * len(attention.PRESETS[name].cases)
+    assert len(cases) == len(set(cases)) == 2 * len(presets.PRESETS[name].cases)
     for case in cases:
         assert case.direction == "forward" and sum(case.lengths) == case.tokens
         assert max(case.lengths) == case.seqlen and case.flops > 0
@@ -214,6 +214,10 @@ def test_presets(name):
         assert {case.page_size for case in cases} == {0, 16, 64, 256}
         assert max(case.bytes for case in cases) < 4 * 2**30  # of any GPU
         assert attention.parse(["--preset", "decode"], "cuda").direction == ["forward"]
+    elif name == "models":
+        assert all(case.model for case in cases) and a.peers == ["fa3", "cudnn"]
+        assert {(71, 1), (128, 128), (14, 2)} <= heads
+        assert {case.headdims for case in cases} >= {(192, 128), (40, 40)}
     else:
         assert heads == {(2048 // case.headdim,) * 2 for case in cases}
 
@@ -221,8 +225,8 @@ def test_presets(name):
 def test_preset_run_and_summary(tmp_path, capsys, monkeypatch):
     size = {"headdim": 32, "causal": True, "tokens": 64, "width": 64}
     cases = [{**size, "seqlen": n, **option} for n in (32, 64) for option in ({}, {"alibi": True})]
-    preset = attention.Preset(cases, providers=("sm90", "tiled", "math"), baseline="math")
-    monkeypatch.setitem(attention.PRESETS, "tiny", preset)
+    preset = presets.Preset(cases, providers=("sm90", "tiled", "math"), baseline="math")
+    monkeypatch.setitem(presets.PRESETS, "tiny", preset)
     arguments = ("--preset", "tiny", "--direction", "forward", "--dtype", "fp32", "--rounds", "1")
     plain, alibi, *_ = run(attention.main, tmp_path, "tiny", *arguments)
     assert {"tiled", "math"} == set(plain["tflops"]) and plain["ratio"].keys() == {"math"}
@@ -240,6 +244,23 @@ def test_preset_run_and_summary(tmp_path, capsys, monkeypatch):
         "forward fp32 1.500 (worst 1.500, 1 case) to sm80, "
         "2.000 (worst 2.000, 1 case) to the best peer",
         "forward fp32 alibi 0.500 (worst 0.500, 1 case) to the best peer",
+    ]
+
+
+def test_summary_of_models():
+    """The best peer is of those that are named; many cases have a percentile; one line for all."""
+    base = {**Case("forward", "bf16", 64, True, 32, model="one")._asdict(), "ours": "sm90"}
+    ms = {"sm90": 1.0, "sm80": 2.0, "flash": 1.0, "fa3": 1.0}
+    rows = [
+        {**base, "headdim": 8 * n, "ms": ms, "ratio": {"flash": 0.1, "sm80": 2.0, "fa3": n}}
+        for n in range(1, 22)
+    ]
+    assert attention.to_best_peer(rows[0]["ratio"]) == 0.1
+    first, second = attention.summary(rows, "cudnn", ["fa3", "cudnn"])
+    assert first.endswith("(worst 1.000, 5th percentile 2.000, 21 cases) to the best peer")
+    assert second.split() == [
+        *("forward", "sm80", "0.500", "(worst", "0.500,"),
+        *("5th", "percentile", "0.500,", "21", "cases)", "to", "flash"),
     ]
 
 
@@ -689,6 +710,12 @@ def test_columns_follow_the_backend(capsys):
     assert "GB/s" in heads[0] and "TFLOP/s" in heads[2] and heads[2][5:7] == ["batch", "heads"]
     assert lines[-1][5:] == ["1", "1/1", "2400.0", "1200.0", "8000.0", "50.0", "8", "2.00", "2.00"]
 
+    sizes = {"headdim": 192, "headdim_v": 128, "keys": 77, "model": "a model"}
+    attention.print_rows([{**base, **sizes}], [], "fa3", None)
+    head, line = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head[5:7] == ["batch", "heads"] and head[-1] == "model"
+    assert line[2:7] == ["192/128", "yes", "32x77", "1", "1/1"] and line[-2:] == ["a", "model"]
+
 
 def test_plots_name_what_computed(tmp_path):
     path = report.ROOT / "benchmarks" / "results" / "nvidia-h200" / "attention.json"
@@ -702,7 +729,7 @@ def test_plots_name_what_computed(tmp_path):
 
 
 @pytest.mark.skipif(not DRAWS, reason="needs matplotlib")
-@pytest.mark.parametrize("name", attention.PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_every_preset_can_be_drawn(name):
     stem = "attention" if name == "lengths" else f"attention-{name}"
     path = report.ROOT / "benchmarks" / "results" / "nvidia-h200" / f"{stem}.json"
@@ -711,7 +738,7 @@ def test_every_preset_can_be_drawn(name):
         if name == "decode":
             assert all("gbs" in row for row in data["rows"])
     else:
-        cases = [Case("forward", "bf16", **fields) for fields in attention.PRESETS[name].cases]
+        cases = [Case("forward", "bf16", **fields) for fields in presets.PRESETS[name].cases]
         figures = {"tflops": {"sm90": 1.0}, "gbs": {"sm90": 900.0, "flash": 90.0}}
         rows = [
             {**c._asdict(), "nheads": c.nheads, "nheads_kv": c.nheads_kv, "batch": 2, **figures}
@@ -720,6 +747,7 @@ def test_every_preset_can_be_drawn(name):
         environment = {"device": "no GPU", "arguments": {"bandwidth": 4800.0}}
         data = {"environment": environment, "rows": rows}
     figures = dict(plots.speed(data))
-    assert figures and all(figure.get_figwidth() == plots.WIDTH for figure in figures.values())
+    assert bool(figures) == (name != "models")
+    assert all(figure.get_figwidth() == plots.WIDTH for figure in figures.values())
     if name == "decode":
         assert list(figures) == ["-bf16"]
