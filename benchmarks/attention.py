@@ -8,6 +8,7 @@ a GPU the sizes are small.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import plots, report
 from benchmarks.cases import DTYPES, MATMULS, Case, Inputs, make_inputs
-from benchmarks.presets import PRESETS, combinations
+from benchmarks.presets import PRESETS, Preset, combinations, random_cases
 from benchmarks.providers import (
     Provider,
     add_arguments,
@@ -265,11 +266,9 @@ def means(ratios: Sequence[float | None], peer: str) -> str:
 def grid(arguments: argparse.Namespace) -> list[Case]:
     a, yes_no = arguments, {"no": [False], "yes": [True], "both": [False, True]}
     outer = {"direction": a.direction, "dtype": a.dtype}
-    if a.preset is not None:
+    if found := named_preset(a):
         return [
-            Case(**first, **fields)
-            for first in combinations(**outer)
-            for fields in PRESETS[a.preset].cases
+            Case(**first, **fields) for first in combinations(**outer) for fields in found[1].cases
         ]
     axes = {"window": a.window, "group": a.group, "varlen": yes_no[a.varlen]}
     sizes = {"headdim": a.headdim, "causal": yes_no[a.causal], "seqlen": a.seqlen}
@@ -285,6 +284,14 @@ def grid(arguments: argparse.Namespace) -> list[Case]:
         "page_size": a.page_size,
     }
     return [Case(**fields, **alone) for fields in combinations(**outer, **axes, **sizes)]
+
+
+def named_preset(arguments: argparse.Namespace) -> tuple[str, Preset] | None:
+    """The name and the preset that the options choose."""
+    a = arguments
+    if a.random:
+        return "random", PRESETS["models"]._replace(cases=random_cases(a.random, a.seed))
+    return (a.preset, PRESETS[a.preset]) if a.preset else None
 
 
 def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
@@ -337,22 +344,30 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     add("--bandwidth", type=float, default=bandwidth, help="GB/s of the memory, to compare with")
     add("--rounds", type=int, help="samples of each")
     add("--smoke", action="store_true", help="few cases; what says which is not read")
-    add(
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument(
         "--preset",
         choices=PRESETS,
         help="cases of a comparison, with its providers and timing, as attention-PRESET: of what "
         "says which cases, --direction and --dtype alone are read",
     )
+    named.add_argument(
+        "--random",
+        type=int,
+        metavar="N",
+        help="N random small cases, as attention-random; the rest is as for the preset models",
+    )
+    add("--seed", type=int, default=random.randrange(2**32), help="of the random cases")
     report.add_arguments(parser, "attention")
     parser.set_defaults(**DEFAULTS[device])
     given = parser.parse_args(arguments)
-    if given.preset is not None:
-        preset = PRESETS[given.preset]
+    if found := named_preset(given):
+        name, preset = found
         parser.set_defaults(
             providers=list(preset.providers),
             baseline=preset.baseline,
             peers=list(preset.peers),
-            output=f"attention-{given.preset}",
+            output=f"attention-{name}",
             **preset.others,
         )
     return parser.parse_args(arguments)
@@ -386,6 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     times = f"calls in a {'CUDA graph' if a.timing == 'graph' and device == 'cuda' else 'row'}"
     l2 = "warm" if l2_buffer is None else "cold"
     print(f"{report.device_name()}, torch {torch.__version__}, {sizes}{unit}, {times}, L2 {l2}")
+    if a.random:
+        print(f"random cases of --seed {a.seed}")
     rows = print_rows(measured, options, a.baseline, a.bandwidth, a.peers)
     ours = ", ".join(dict.fromkeys(row["ours"] for row in rows if row["ours"]))
     print(f"\nspeed of ours ({ours or 'none ran'}), geometric mean of the ratios")

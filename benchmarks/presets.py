@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -142,3 +144,45 @@ PRESETS = {
         others={"timing": "graph"},
     ),
 }
+
+
+HEADDIMS = (64, 72, 80, 96, 112, 128, 160, 192, 256)  # of random cases
+BLOCK = 128  # queries, about as many as a thread block has
+
+
+def random_cases(count: int, seed: int) -> list[dict[str, Any]]:
+    """Small problems of all kinds; the seed decides them."""
+    draw = random.Random(seed)
+    return [random_case(draw, f"#{i}") for i in range(count)]
+
+
+def random_case(draw: random.Random, label: str) -> dict[str, Any]:
+    """Work for about 1 to 400 thread blocks, as often for 1 to 20 as for 20 to 400."""
+    headdim = draw.choices(HEADDIMS, [5 if headdim in (64, 128) else 1 for headdim in HEADDIMS])[0]
+    work = log_uniform(draw, 1, 400)
+    blocks = math.inf  # of one head
+    while blocks > work:
+        seqlen = round(log_uniform(draw, 64, 4096))
+        seqlen = draw.choice((seqlen, -(-seqlen // 64) * 64))
+        blocks = math.ceil(seqlen / BLOCK)
+    batch = round(log_uniform(draw, 1, math.sqrt(work / blocks)))  # mostly fewer than heads
+    nheads = round(work / blocks / batch)
+    group = draw.choice([group for group in (1, 2, 4, 8, nheads) if group <= nheads])
+    nheads_kv = nheads // group
+    kind = draw.choices(("self", "cross", "packed"), (7, 2, 1))[0]
+    return sized(
+        nheads_kv * group,
+        nheads_kv,
+        headdim,
+        seqlen,
+        batch,
+        causal=draw.choice((False, True)),
+        headdim_v=draw.choice((0, 128)) if headdim == 192 else 0,
+        keys=round(log_uniform(draw, 16, 8192)) if kind == "cross" else 0,
+        varlen=kind == "packed",
+        model=label,
+    )
+
+
+def log_uniform(draw: random.Random, least: float, most: float) -> float:
+    return math.exp(draw.uniform(math.log(least), math.log(most)))

@@ -222,6 +222,46 @@ def test_presets(name):
         assert heads == {(2048 // case.headdim,) * 2 for case in cases}
 
 
+def test_random_cases_are_of_all_kinds():
+    cases = [Case("forward", "bf16", **fields) for fields in presets.random_cases(4000, 1)]
+    for case in cases:
+        assert 64 <= case.seqlen <= 4096 and case.nheads % case.group == 0 and case.flops >= 0
+        assert case.nheads * case.headdim == case.width and len(case.lengths) >= 1
+        assert not (case.keys and case.varlen) and case.keys <= 8192
+
+    def share(matches: Any) -> float:
+        return sum(map(matches, cases)) / len(cases)
+
+    assert {case.headdims for case in cases} >= {(192, 192), (192, 128), (72, 72), (256, 256)}
+    assert {case.group for case in cases} >= {1, 2, 4, 8}
+    assert share(lambda c: c.nheads > 8 and c.nheads_kv == 1) > 0.01
+    assert share(lambda c: c.causal) == pytest.approx(0.5, abs=0.05)
+    assert share(lambda c: c.keys > 0) == pytest.approx(0.2, abs=0.03)
+    assert share(lambda c: c.varlen) == pytest.approx(0.1, abs=0.03)
+    assert share(lambda c: c.seqlen % 64 == 0) == pytest.approx(0.5, abs=0.05)
+    work = [-(-case.seqlen // 128) * case.nheads * case.tokens // case.seqlen for case in cases]
+    assert min(work) == 1 and max(work) < 600
+    for least, most in ((1, 7), (8, 54), (55, 400)):
+        assert 0.2 < sum(least <= n <= most for n in work) / len(work) < 0.5
+
+
+def test_random_run(tmp_path, capsys, monkeypatch):
+    drawn = {attention.parse(["--random", "3"], "cuda").seed for _ in range(3)}
+    assert len(drawn) == 3
+    a = attention.parse(["--random", "30", "--seed", "5"], "cuda")
+    assert a.output == "attention-random" and a.timing == "graph" and a.peers == ["fa3", "cudnn"]
+    assert attention.grid(a) == attention.grid(a) and len(attention.grid(a)) == 2 * 30
+    a.seed = 6
+    assert attention.grid(a)[0] != attention.grid(attention.parse(["--random", "1"], "cuda"))[0]
+
+    tiny = [presets.sized(2, 1, 32, 16, keys=n, model=f"#{n}") for n in (0, 7, 40)]
+    monkeypatch.setattr(attention, "random_cases", lambda count, seed: tiny[:count])
+    arguments = ("--random", "3", "--seed", "9", "--direction", "forward", "--rounds", "1")
+    rows = run(attention.main, tmp_path, "tiny", *arguments, "--providers", "tiled", "math")
+    assert [row["model"] for row in rows] == ["#0", "#7", "#40"]
+    assert "random cases of --seed 9" in capsys.readouterr().out
+
+
 def test_preset_run_and_summary(tmp_path, capsys, monkeypatch):
     size = {"headdim": 32, "causal": True, "tokens": 64, "width": 64}
     cases = [{**size, "seqlen": n, **option} for n in (32, 64) for option in ({}, {"alibi": True})]
