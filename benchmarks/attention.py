@@ -27,7 +27,7 @@ from benchmarks.providers import (
     chosen_providers,
     recorded_backends,
 )
-from benchmarks.report import OURS, Row
+from benchmarks.report import OURS, Row, figure, rounded
 from benchmarks.timing import Sampler, capture_stream, larger_than_l2, sampler, time_in_turn
 
 DEFAULTS = {
@@ -118,10 +118,7 @@ def measure(
         ms = time_in_turn(samplers, rounds) if samplers else {}
     ours = next((name for name in OURS if name in ms), None)
     return {
-        **case._asdict(),
-        "nheads": case.nheads,
-        "nheads_kv": case.nheads_kv,
-        "batch": len(case.lengths),
+        **case.described(),
         "timing": "graph" if graph else "launch",
         "l2": "warm" if l2_buffer is None else "cold",
         "providers": list(dict.fromkeys(names)),
@@ -154,10 +151,6 @@ def prepare(
     return sampler(call, device, graph, l2_buffer), chosen
 
 
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def cells(
     row: Row,
     options: Sequence[str],
@@ -168,7 +161,6 @@ def cells(
     """A line of the table, by column: TFLOP/s of all and GB/s of ours; of a KV cache GB/s first."""
     ours, decodes = row["ours"], row["queries"] > 0
     speeds, other = ("gbs", "tflops") if decodes else ("tflops", "gbs")
-    heads = {"batch": str(row["batch"]), "heads": f"{row['nheads']}/{row['nheads_kv']}"}
     ms = row["ms"].get(ours)
     more = {"us": figure(ms and ms * 1e3)}
     if decodes and bandwidth is not None:
@@ -177,10 +169,8 @@ def cells(
     return {
         "direction": row["direction"],
         "dtype": row["dtype"],
-        "headdim": f"{row['headdim']}/{row['headdim_v']}".removesuffix("/0"),
-        "causal": "yes" if row["causal"] else "no",
-        "seqlen": f"{row['seqlen']}x{row['keys']}".removesuffix("x0"),
-        **(heads if decodes or row["model"] else {}),
+        **report.size_cells(row),
+        **(report.head_cells(row) if decodes or row["model"] else {}),
         **{option: str(row[option]) for option in options},
         **{name: figure(row[speeds].get(name)) for name in row["providers"]},
         **(more if decodes else {}),
@@ -206,13 +196,6 @@ def print_rows(
         columns = list(line)
         printed.append(row)
     return printed
-
-
-def figure(value: float | None, decimals: int = 1) -> str:
-    """The number, a small speed with three digits; a dash where there is none."""
-    if value is None:
-        return "-"
-    return f"{value:.{decimals}f}" if value >= 10 or decimals > 1 else f"{value:.3g}"
 
 
 def to_best_peer(ratio: Mapping[str, float], peers: Sequence[str] = ()) -> float | None:

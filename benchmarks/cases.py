@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class Case(NamedTuple):
     def headdims(self) -> tuple[int, int]:
         """Of q and k, and of v."""
         return self.headdim, self.headdim_v or self.headdim
+
+    def described(self) -> dict[str, Any]:
+        """The fields and what follows from them, as records have them."""
+        heads = {"nheads": self.nheads, "nheads_kv": self.nheads_kv}
+        return {**self._asdict(), **heads, "batch": len(self.lengths)}
 
     @property
     def window_size(self) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flash_attn
-from benchmarks import attention, cpu, memory, plots, presets, providers, report, timing
+from benchmarks import attention, cpu, memory, plots, presets, providers, report, tiles, timing
 from benchmarks.cases import MATMULS, Case, make_inputs
 from benchmarks.providers import OURS, Provider, attempt, bind, find_providers
 from benchmarks.timing import Call
@@ -577,6 +577,79 @@ def test_calls_of_a_sample_are_equal_and_share_the_settings(monkeypatch, options
     seen.clear()
     sample()
     assert len(seen) > 2 and all(one == seen[0] for one in seen) and seen[0][0] == "tiled"
+
+
+# ---- tiles ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiled_kernel(monkeypatch):
+    """Stands in for the kernels: two tiles, of which the second cannot split keys four times.
+
+    The library's choice, 6 us, has 4 us more than the fastest: the second tile with two splits.
+    """
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    us = {(-1, 0): 6, (0, 1): 5, (0, 2): 4, (0, 4): 3, (1, 1): 8, (1, 2): 2}
+
+    def kernel(q, k, v, **options):
+        tile, splits = cuda._settings["tile"], cuda._settings["num_splits"]
+        if tile > 1:
+            raise ValueError(f"tile: got {tile}")
+        if (tile, splits) not in us:
+            raise ValueError(f"num_splits: got {splits}")
+        clock.now += us[tile, splits] / 1e6
+        return q
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(flash_attn, "flash_attn_func", kernel)
+    monkeypatch.setitem(cuda._settings, "tile", -1)
+    monkeypatch.setitem(cuda._settings, "num_splits", 0)
+
+
+def test_tiles(tmp_path, capsys, monkeypatch, tiled_kernel):
+    few, many = presets.sized(2, 1, 32, 128), presets.sized(4, 4, 64, 256, keys=77)
+    no_kernel = presets.sized(2, 2, 64, 64, varlen=True)  # the extension was not built
+    monkeypatch.setitem(presets.PRESETS, "short", presets.Preset([few, many, few, no_kernel]))
+    arguments = ["--folder", str(tmp_path), "--dtype", "fp32", "--splits", "1", "2", "4"]
+    arguments += ["--presets", "short", "--random", "0", "--split-below", "3"]
+    tiles.main([*arguments, "--sample-ms", "0.1"])
+    data = json.loads((tmp_path / "tiles.json").read_text())
+    assert data["environment"]["arguments"]["splits"] == [1, 2, 4]
+    first, second, skipped = data["rows"]
+    assert first["us"] == {"auto": 6, "0": 5, "0x2": 4, "0x4": 3, "1": 8, "1x2": 2}
+    assert first["best"] == "1x2" and first["regret"] == 2.0 and not first["skipped"]
+    assert second["us"] == {"auto": 6, "0": 5, "1": 8} and second["best"] == "0"
+    assert second["regret"] == pytest.approx(0.2) and (second["nheads"], second["keys"]) == (4, 77)
+    assert skipped["us"] == {} and skipped["best"] is skipped["regret"] is None
+    printed = capsys.readouterr().out
+    assert "auto 6, 0 5, 0x2 4, 0x4 3, 1 8, 1x2 2" in printed
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "all mean 110.0%, worst 200.0%, 2 shapes" in lines
+    assert "head dim 64 mean 20.0%, worst 20.0%, 1 shapes" in lines
+    assert "skipped auto in 1 cases" in printed
+    assert (tmp_path / "tiles.csv").read_text().count("\n") == 1 + 6 + 3 + 1
+
+
+def test_tiles_end_and_other_errors_are_not_hidden(monkeypatch, tiled_kernel):
+    def run(message):
+        def fail():
+            if cuda._settings["tile"] >= 0 and message:
+                raise ValueError(message)
+
+        return Call(fail)
+
+    with pytest.raises(ValueError, match="causal"):
+        tiles.candidates(run("causal: no"), [1])
+    with pytest.raises(RuntimeError, match="does not know the setting"):
+        tiles.candidates(run(""), [1])
+    assert list(tiles.candidates(run("tile: got 0"), [1])) == ["auto"]
+
+
+def test_the_sweep_of_tiles_has_about_150_shapes():
+    cases = tiles.sweep(tiles.parse([]))
+    assert 140 <= len(cases) <= 160 and all(case.direction == "forward" for case in cases)
+    assert cases == tiles.sweep(tiles.parse([])) != tiles.sweep(tiles.parse(["--seed", "1"]))
 
 
 # ---- timing --------------------------------------------------------------------------------------
