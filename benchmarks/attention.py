@@ -8,17 +8,17 @@ a GPU the sizes are small.
 from __future__ import annotations
 
 import argparse
-import itertools
+import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import plots, report
 from benchmarks.cases import DTYPES, MATMULS, Case, Inputs, make_inputs
+from benchmarks.presets import PRESETS, Preset, combinations, random_cases
 from benchmarks.providers import (
     Provider,
     add_arguments,
@@ -27,7 +27,7 @@ from benchmarks.providers import (
     chosen_providers,
     recorded_backends,
 )
-from benchmarks.report import OURS, Row
+from benchmarks.report import OURS, Row, figure, rounded
 from benchmarks.timing import Sampler, capture_stream, larger_than_l2, sampler, time_in_turn
 
 DEFAULTS = {
@@ -73,91 +73,9 @@ OPTIONS = (
     "page_size",
 )
 SHORT_MS = 0.03  # about the host time of a call on a slow host
+MANY = 20  # cases, of which a percentile says something
 # GB/s that the maker of the GPU gives for its memory.
 BANDWIDTHS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0}
-
-
-def combinations(**axes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Every combination of the fields' values; the last varies fastest."""
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-class Preset(NamedTuple):
-    """Cases, by their fields but direction and dtype, and how they are compared."""
-
-    cases: list[dict[str, Any]]
-    providers: tuple[str, ...] = ("sm90", "fa3", "cudnn")
-    baseline: str = "fa3"
-    others: dict[str, Any] = {}  # defaults of other options
-
-
-def decoding(
-    batch: int, seqlen: int, nheads: int = 32, nheads_kv: int = 8, headdim: int = 128, **more: Any
-) -> dict[str, Any]:
-    """A step of decoding: queries at the end of ``batch`` KV caches."""
-    fields = {"queries": 1, "causal": True, "headdim": headdim, "seqlen": seqlen, **more}
-    sizes = {"tokens": batch * seqlen, "width": nheads * headdim, "group": nheads // nheads_kv}
-    return {**fields, **sizes}
-
-
-MASKS = (False, True)
-PRESETS = {
-    "lengths": Preset(
-        combinations(
-            headdim=(64, 96, 128, 192, 256), causal=MASKS, seqlen=[2**n for n in range(10, 15)]
-        )
-    ),
-    "short": Preset(
-        combinations(headdim=(64, 128, 256), causal=MASKS, seqlen=(128, 256, 512)),
-        others={"timing": "graph"},
-    ),
-    "window": Preset(
-        combinations(window=(256, 1024, 4096), headdim=(64, 128), causal=[True], seqlen=[16384])
-    ),
-    "varlen": Preset(
-        [
-            {**lengths, **fields}
-            for lengths in ({"shortest": 64, "seqlen": 4096}, {"shortest": 1, "seqlen": 512})
-            for fields in combinations(
-                varlen=[True], headdim=(64, 128, 256), causal=MASKS, tokens=[65536]
-            )
-        ]
-    ),
-    "gqa": Preset(
-        [
-            {"group": nheads // 8, "width": nheads * fields["headdim"], **fields}
-            for nheads in (32, 64)
-            for fields in combinations(headdim=(64, 128), causal=MASKS, seqlen=(1024, 4096, 16384))
-        ]
-    ),
-    # No peer has these with instructions of Hopper.
-    "options": Preset(
-        [
-            {**option, **fields}
-            for option in ({"alibi": True}, {"dropout_p": 0.1}, {"softcap": 30.0})
-            for fields in combinations(
-                headdim=(64, 128, 256), causal=MASKS, seqlen=(1024, 4096, 16384)
-            )
-        ],
-        providers=("sm90", "sm80"),
-        baseline="sm80",
-    ),
-    "decode": Preset(
-        [
-            *(decoding(1, 1024 * n) for n in (1, 8, 32, 128)),
-            *(decoding(16, 1024 * n) for n in (1, 8, 32)),
-            *(decoding(64, 1024 * n) for n in (1, 8)),
-            *(decoding(batch, 8192, queries=4) for batch in (1, 16)),
-            decoding(16, 8192, nheads_kv=32),
-            decoding(64, 8192, nheads=128, nheads_kv=1),
-            decoding(16, 8192, headdim=64),
-            *(decoding(16, 8192, page_size=n) for n in (16, 64, 256)),
-            decoding(32, 8192, page_size=16, varlen=True),  # more sequences, as most are shorter
-        ],
-        providers=("sm90", "sm80", "fa3", "flashinfer", "flash", "cudnn"),
-        others={"timing": "graph", "flush_l2": True, "direction": ["forward"]},
-    ),
-}
 
 
 def measure(
@@ -200,10 +118,7 @@ def measure(
         ms = time_in_turn(samplers, rounds) if samplers else {}
     ours = next((name for name in OURS if name in ms), None)
     return {
-        **case._asdict(),
-        "nheads": case.nheads,
-        "nheads_kv": case.nheads_kv,
-        "batch": len(case.lengths),
+        **case.described(),
         "timing": "graph" if graph else "launch",
         "l2": "warm" if l2_buffer is None else "cold",
         "providers": list(dict.fromkeys(names)),
@@ -236,17 +151,16 @@ def prepare(
     return sampler(call, device, graph, l2_buffer), chosen
 
 
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def cells(
-    row: Row, options: Sequence[str], baseline: str, bandwidth: float | None
+    row: Row,
+    options: Sequence[str],
+    baseline: str,
+    bandwidth: float | None,
+    peers: Sequence[str] = (),
 ) -> dict[str, str]:
     """A line of the table, by column: TFLOP/s of all and GB/s of ours; of a KV cache GB/s first."""
     ours, decodes = row["ours"], row["queries"] > 0
     speeds, other = ("gbs", "tflops") if decodes else ("tflops", "gbs")
-    heads = {"batch": str(row["batch"]), "heads": f"{row['nheads']}/{row['nheads_kv']}"}
     ms = row["ms"].get(ours)
     more = {"us": figure(ms and ms * 1e3)}
     if decodes and bandwidth is not None:
@@ -255,46 +169,46 @@ def cells(
     return {
         "direction": row["direction"],
         "dtype": row["dtype"],
-        "headdim": str(row["headdim"]),
-        "causal": "yes" if row["causal"] else "no",
-        "seqlen": str(row["seqlen"]),
-        **(heads if decodes else {}),
+        **report.size_cells(row),
+        **(report.head_cells(row) if decodes or row["model"] else {}),
         **{option: str(row[option]) for option in options},
         **{name: figure(row[speeds].get(name)) for name in row["providers"]},
         **(more if decodes else {}),
         "TFLOP/s" if decodes else "GB/s": figure(row[other].get(ours)),
         f"to {baseline}": figure(row["ratio"].get(baseline), 2),
-        "to best peer": figure(to_best_peer(row["ratio"]), 2),
+        "to best peer": figure(to_best_peer(row["ratio"], peers), 2),
+        **({"model": row["model"]} if row["model"] else {}),
     }
 
 
 def print_rows(
-    rows: Iterable[Row], options: Sequence[str], baseline: str, bandwidth: float | None
+    rows: Iterable[Row],
+    options: Sequence[str],
+    baseline: str,
+    bandwidth: float | None,
+    peers: Sequence[str] = (),
 ) -> list[Row]:
     """Print each row as it comes, a header where the columns change; return them all."""
     printed, columns = [], None
     for row in rows:
-        line = cells(row, options, baseline, bandwidth)
+        line = cells(row, options, baseline, bandwidth, peers)
         report.print_cells(line, head=list(line) != columns)
         columns = list(line)
         printed.append(row)
     return printed
 
 
-def figure(value: float | None, decimals: int = 1) -> str:
-    """The number, a small speed with three digits; a dash where there is none."""
-    if value is None:
-        return "-"
-    return f"{value:.{decimals}f}" if value >= 10 or decimals > 1 else f"{value:.3g}"
+def to_best_peer(ratio: Mapping[str, float], peers: Sequence[str] = ()) -> float | None:
+    """The least of the ratios to ``peers``, or else to all others; None where none of them ran."""
+    others = peers or [name for name in ratio if name not in OURS]
+    return min((ratio[name] for name in others if name in ratio), default=None)
 
 
-def to_best_peer(ratio: Mapping[str, float]) -> float | None:
-    """The least of the ratios to others than this library; None where no other ran."""
-    return min((value for name, value in ratio.items() if name not in OURS), default=None)
+def summary(rows: Sequence[Row], baseline: str, peers: Sequence[str] = ()) -> list[str]:
+    """Geometric mean and worst of the ratios: by direction, then by head dim and by options.
 
-
-def summary(rows: Sequence[Row], baseline: str) -> list[str]:
-    """Geometric mean and worst of the ratios: by direction, then by head dim and by options."""
+    Of models by direction alone.
+    """
     lines = []
     for direction in dict.fromkeys(row["direction"] for row in rows):
         chosen = [row for row in rows if row["direction"] == direction]
@@ -305,14 +219,18 @@ def summary(rows: Sequence[Row], baseline: str) -> list[str]:
             by_options.setdefault(" ".join(plots.case_words(row)[1:]), []).append(row)
         groups = {"all": chosen}
         for more in (by_headdim, by_options):
-            groups |= more if len(more) > 1 else {}
+            groups |= more if len(more) > 1 and not rows[0]["model"] else {}
         for label, group in groups.items():
             to = {
                 baseline: [row["ratio"].get(baseline) for row in group],
-                "the best peer": [to_best_peer(row["ratio"]) for row in group],
+                "the best peer": [to_best_peer(row["ratio"], peers) for row in group],
             }
             texts = [means(values, peer) for peer, values in to.items()]
             lines.append(f"{direction:9} {label:20} {', '.join(filter(None, texts)) or '-'}")
+        times = [row["ms"] for row in chosen if row["ours"] != "sm80"]
+        older = [ms["flash"] / ms["sm80"] for ms in times if {"flash", "sm80"} <= ms.keys()]
+        if older:
+            lines.append(f"{direction:9} {'sm80':20} {means(older, 'flash')}")
     return lines
 
 
@@ -322,17 +240,18 @@ def means(ratios: Sequence[float | None], peer: str) -> str:
     if not values:
         return ""
     cases = f"{len(values)} case{'s' if len(values) > 1 else ''}"
+    if len(values) >= MANY:
+        percentile = statistics.quantiles(values, n=20, method="inclusive")[0]
+        cases = f"5th percentile {percentile:.3f}, {cases}"
     return f"{statistics.geometric_mean(values):.3f} (worst {min(values):.3f}, {cases}) to {peer}"
 
 
 def grid(arguments: argparse.Namespace) -> list[Case]:
     a, yes_no = arguments, {"no": [False], "yes": [True], "both": [False, True]}
     outer = {"direction": a.direction, "dtype": a.dtype}
-    if a.preset is not None:
+    if found := named_preset(a):
         return [
-            Case(**first, **fields)
-            for first in combinations(**outer)
-            for fields in PRESETS[a.preset].cases
+            Case(**first, **fields) for first in combinations(**outer) for fields in found[1].cases
         ]
     axes = {"window": a.window, "group": a.group, "varlen": yes_no[a.varlen]}
     sizes = {"headdim": a.headdim, "causal": yes_no[a.causal], "seqlen": a.seqlen}
@@ -348,6 +267,14 @@ def grid(arguments: argparse.Namespace) -> list[Case]:
         "page_size": a.page_size,
     }
     return [Case(**fields, **alone) for fields in combinations(**outer, **axes, **sizes)]
+
+
+def named_preset(arguments: argparse.Namespace) -> tuple[str, Preset] | None:
+    """The name and the preset that the options choose."""
+    a = arguments
+    if a.random:
+        return "random", PRESETS["models"]._replace(cases=random_cases(a.random, a.seed))
+    return (a.preset, PRESETS[a.preset]) if a.preset else None
 
 
 def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
@@ -382,6 +309,7 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     add("--page-size", type=int, default=0, help="of the KV cache; 0: no pages")
     add_arguments(parser)
     add("--baseline", default="flash", help="whom the first ratio is to")
+    add("--peers", nargs="+", default=[], help="whom the best peer is of; none: all others")
     add(
         "--timing",
         choices=("launch", "graph"),
@@ -399,21 +327,30 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     add("--bandwidth", type=float, default=bandwidth, help="GB/s of the memory, to compare with")
     add("--rounds", type=int, help="samples of each")
     add("--smoke", action="store_true", help="few cases; what says which is not read")
-    add(
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument(
         "--preset",
         choices=PRESETS,
         help="cases of a comparison, with its providers and timing, as attention-PRESET: of what "
         "says which cases, --direction and --dtype alone are read",
     )
+    named.add_argument(
+        "--random",
+        type=int,
+        metavar="N",
+        help="N random small cases, as attention-random; the rest is as for the preset models",
+    )
+    add("--seed", type=int, default=random.randrange(2**32), help="of the random cases")
     report.add_arguments(parser, "attention")
     parser.set_defaults(**DEFAULTS[device])
     given = parser.parse_args(arguments)
-    if given.preset is not None:
-        preset = PRESETS[given.preset]
+    if found := named_preset(given):
+        name, preset = found
         parser.set_defaults(
             providers=list(preset.providers),
             baseline=preset.baseline,
-            output=f"attention-{given.preset}",
+            peers=list(preset.peers),
+            output=f"attention-{name}",
             **preset.others,
         )
     return parser.parse_args(arguments)
@@ -437,21 +374,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def label(case: Case) -> str:
         mask = "causal" if case.causal else "full"
-        return " ".join(
-            [*plots.case_words(case._asdict()), f"d{case.headdim}", mask, f"{case.seqlen}"]
-        )
+        words = filter(None, [*plots.case_words(case._asdict()), case.model])
+        return " ".join([*words, f"d{case.headdim}", mask, f"{case.seqlen}"])
 
     stem = a.folder / a.output
     measured = report.record(stem, a, report.with_progress(measure_case, cases, label))
-    sizes = "" if cases[0].queries else f"{cases[0].tokens} tokens, "
+    sizes = "" if cases[0].queries or cases[0].model else f"{cases[0].tokens} tokens, "
     unit = "GB/s" if cases[0].queries else "TFLOP/s"
     times = f"calls in a {'CUDA graph' if a.timing == 'graph' and device == 'cuda' else 'row'}"
     l2 = "warm" if l2_buffer is None else "cold"
     print(f"{report.device_name()}, torch {torch.__version__}, {sizes}{unit}, {times}, L2 {l2}")
-    rows = print_rows(measured, options, a.baseline, a.bandwidth)
+    if a.random:
+        print(f"random cases of --seed {a.seed}")
+    rows = print_rows(measured, options, a.baseline, a.bandwidth, a.peers)
     ours = ", ".join(dict.fromkeys(row["ours"] for row in rows if row["ours"]))
     print(f"\nspeed of ours ({ours or 'none ran'}), geometric mean of the ratios")
-    print(*summary(rows, a.baseline), sep="\n")
+    print(*summary(rows, a.baseline, a.peers), sep="\n")
     report.print_skipped(rows)
     launched = [row for row in rows if device == "cuda" and row["timing"] == "launch"]
     if any(ms < SHORT_MS for row in launched for ms in row["ms"].values()):

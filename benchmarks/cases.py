@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MATMULS = {"forward": 2, "backward": 5, "both": 7}
+# Matrix products that have the head dim of q and k in them, and those that have v's: S, dQ and dK;
+# O, dP and dV.
+MATMULS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
 
 class Case(NamedTuple):
-    """Self-attention of ``tokens`` tokens and ``width`` columns, or queries against a KV cache."""
+    """Attention of ``tokens`` queries and ``width`` columns, or queries against a KV cache."""
 
     direction: str  # of MATMULS; backward is that alone
     dtype: str  # of DTYPES
@@ -33,6 +36,9 @@ class Case(NamedTuple):
     width: int = 2048
     queries: int = 0  # of each sequence, whose keys are a KV cache; 0: self-attention
     page_size: int = 0  # of the KV cache; 0: the keys of a sequence lie together
+    keys: int = 0  # of each sequence in cross-attention; 0: as many as its queries
+    headdim_v: int = 0  # 0: headdim
+    model: str = ""  # whose attention this is; a label
 
     @property
     def nheads(self) -> int:
@@ -44,12 +50,22 @@ class Case(NamedTuple):
         return self.nheads // self.group
 
     @property
+    def headdims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.headdim, self.headdim_v or self.headdim
+
+    def described(self) -> dict[str, Any]:
+        """The fields and what follows from them, as records have them."""
+        heads = {"nheads": self.nheads, "nheads_kv": self.nheads_kv}
+        return {**self._asdict(), **heads, "batch": len(self.lengths)}
+
+    @property
     def window_size(self) -> tuple[int, int]:
         return self.window, 0 if self.causal else self.window
 
     @property
     def lengths(self) -> list[int]:
-        """Keys of the sequences; the same for every run."""
+        """Of the sequences, the longest first; the same for every run."""
         if not self.varlen:
             return [self.seqlen] * max(1, self.tokens // self.seqlen)
         draw = random.Random(0)
@@ -58,13 +74,18 @@ class Case(NamedTuple):
             lengths.append(min(rest, draw.randint(min(self.shortest, self.seqlen), self.seqlen)))
         return lengths
 
-    def visible(self, query: int, seqlen: int) -> range:
-        """Keys that a query sees in a sequence of ``seqlen`` keys; the last query is the newest."""
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Queries and keys of each sequence, the longest first."""
+        return [(self.queries or n, self.keys or n) for n in self.lengths]
+
+    def visible(self, query: int, queries: int, keys: int) -> range:
+        """Keys that one of ``queries`` sees; the last query and the last key have one place."""
         left, right = self.window_size
-        same = query + seqlen - (self.queries or seqlen)  # the key at the query's own place
+        same = query + keys - queries  # the key at the query's own place
         return range(
             max(0, same - left) if left >= 0 else 0,
-            min(seqlen, same + right + 1) if right >= 0 else seqlen,
+            min(keys, same + right + 1) if right >= 0 else keys,
         )
 
     @property
@@ -73,13 +94,12 @@ class Case(NamedTuple):
 
         As in the FlashAttention papers, a causal mask alone over equal lengths hides half of them.
         """
-        if self.window < 0 and not self.varlen and not self.queries:
+        if self.window < 0 and not self.varlen and not self.queries and not self.keys:
             pairs = sum(n**2 for n in self.lengths) * (0.5 if self.causal else 1.0)
         else:
-            pairs = sum(
-                len(self.visible(i, n)) for n in self.lengths for i in range(self.queries or n)
-            )
-        return MATMULS[self.direction] * 2.0 * self.nheads * self.headdim * pairs
+            pairs = sum(len(self.visible(i, n, m)) for n, m in self.rows for i in range(n))
+        columns = sum(x * y for x, y in zip(MATMULS[self.direction], self.headdims, strict=True))
+        return 2.0 * self.nheads * columns * pairs
 
     @property
     def bytes(self) -> int:
@@ -89,18 +109,19 @@ class Case(NamedTuple):
         backward reads q, k, v and the gradient of out, and writes the gradients of q, k and v.
         """
         queries, keys = 0, 0
-        for seqlen in self.lengths:
-            of_sequence = self.queries or seqlen
-            first, last = self.visible(0, seqlen), self.visible(of_sequence - 1, seqlen)
-            queries += of_sequence
+        for n, m in self.rows:
+            first, last = self.visible(0, n, m), self.visible(n - 1, n, m)
+            queries += n
             keys += max(0, last.stop - first.start)
         q, k = queries * self.nheads, keys * self.nheads_kv
-        rows = {"forward": 2 * q + 2 * k, "backward": 3 * q + 4 * k, "both": 5 * q + 6 * k}
-        return rows[self.direction] * self.headdim * DTYPES[self.dtype].itemsize
+        d, dv = self.headdims
+        forward, backward = (q + k) * (d + dv), q * (2 * d + dv) + 2 * k * (d + dv)
+        elements = {"forward": forward, "backward": backward, "both": forward + backward}
+        return elements[self.direction] * DTYPES[self.dtype].itemsize
 
 
 class Inputs(NamedTuple):
-    """(batch, seqlen, heads, headdim), or (total, heads, headdim) with cu_seqlens.
+    """(batch, seqlen, heads, headdim), or (total, heads, headdim) with cu_seqlens_q and _k.
 
     With queries, k and v are a KV cache: (batch, seqlen, heads, headdim), or (pages, page_size,
     heads, headdim) with block_table.
@@ -110,42 +131,52 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     dout: Tensor
-    cu_seqlens: Tensor | None  # (batch + 1,)
+    cu_seqlens_q: Tensor | None  # (batch + 1,)
+    cu_seqlens_k: Tensor | None  # (batch + 1,); the same tensor where the lengths are the same
     alibi_slopes: Tensor | None  # (heads,)
     cache_seqlens: Tensor | None  # (batch,)
     block_table: Tensor | None  # (batch, pages of a sequence); the pages lie in random order
 
 
+def sums(lengths: Sequence[int], device: str | torch.device) -> Tensor:
+    """(batch + 1,) int32: where each sequence begins, and the end of the last."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
 def make_inputs(case: Case, device: str) -> Inputs:
-    lengths = case.lengths
-    batch = len(lengths)
+    queries, keys = zip(*case.rows, strict=True)
+    batch = len(keys)
     # Its own: a failed capture of a CUDA graph leaves the default one unusable.
     draw = torch.Generator(device).manual_seed(0)
 
-    def random_heads(rows: tuple[int, ...], nheads: int, leaf: bool = True) -> Tensor:
-        shape, dtype = (*rows, nheads, case.headdim), DTYPES[case.dtype]
+    def random_heads(rows: tuple[int, ...], nheads: int, headdim: int, leaf: bool = True) -> Tensor:
+        shape, dtype = (*rows, nheads, headdim), DTYPES[case.dtype]
         x = torch.randn(shape, device=device, dtype=dtype, generator=draw)
         return x.requires_grad_(leaf and case.direction != "forward")
 
-    rows_q = rows_k = (sum(lengths),) if case.varlen else (batch, case.seqlen)
-    cu_seqlens = cache_seqlens = block_table = None
+    rows_q: tuple[int, ...] = (batch, queries[0])
+    rows_k: tuple[int, ...] = (batch, keys[0])
+    cu_seqlens_q = cu_seqlens_k = cache_seqlens = block_table = None
     if case.queries:
-        rows_q, rows_k = (batch, case.queries), (batch, case.seqlen)
-        cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        cache_seqlens = torch.tensor(keys, dtype=torch.int32, device=device)
         if case.page_size:
             pages = -(-case.seqlen // case.page_size)  # of a sequence
             rows_k = (batch * pages, case.page_size)
             order = torch.randperm(batch * pages, device=device, generator=draw)
             block_table = order.int().view(batch, pages)
     elif case.varlen:
-        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        rows_q, rows_k = (sum(queries),), (sum(keys),)
+        cu_seqlens_q = sums(queries, device)
+        cu_seqlens_k = sums(keys, device) if case.keys else cu_seqlens_q
     slopes = 2.0 ** (-8 * torch.arange(1, case.nheads + 1, device=device) / case.nheads)
+    headdim, headdim_v = case.headdims
     return Inputs(
-        q=random_heads(rows_q, case.nheads),
-        k=random_heads(rows_k, case.nheads_kv),
-        v=random_heads(rows_k, case.nheads_kv),
-        dout=random_heads(rows_q, case.nheads, leaf=False),
-        cu_seqlens=cu_seqlens,
+        q=random_heads(rows_q, case.nheads, headdim),
+        k=random_heads(rows_k, case.nheads_kv, headdim),
+        v=random_heads(rows_k, case.nheads_kv, headdim_v),
+        dout=random_heads(rows_q, case.nheads, headdim_v, leaf=False),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
         alibi_slopes=slopes if case.alibi else None,
         cache_seqlens=cache_seqlens,
         block_table=block_table,

@@ -49,8 +49,7 @@ def measure(case: Case, providers: Mapping[str, Provider], device: str) -> Row:
             skipped[name] = reason
         else:
             peaks[name] = round(peak, 3)
-    heads = {"nheads": case.nheads, "nheads_kv": case.nheads_kv}
-    return {**case._asdict(), **heads, "peak_mib": peaks, "skipped": skipped}
+    return {**case.described(), "peak_mib": peaks, "skipped": skipped}
 
 
 def peak_mib(provider: Provider, case: Case, inputs: Inputs, device: str) -> float:

@@ -62,11 +62,13 @@ def draw(record: Path, drawing: Drawing) -> None:
 def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Bars of TFLOP/s by seqlen: a figure for each direction, dtype and set of options.
 
-    Cases with a KV cache have one figure for each dtype.
+    Cases with a KV cache have one figure for each dtype; those with a label have none.
     """
     by_figure: dict[tuple[str, ...], list[Row]] = {}
     by_dtype: dict[str, list[Row]] = {}
     for row in data["rows"]:
+        if row.get("model"):
+            continue
         if row.get("queries"):
             by_dtype.setdefault(row["dtype"], []).append(row)
         else:

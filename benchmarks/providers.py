@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
@@ -20,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
-from benchmarks.cases import Case, Inputs
+from benchmarks.cases import Case, Inputs, sums
 from benchmarks.report import OURS
 from benchmarks.timing import Call
 from flash_attn import _backends
@@ -154,9 +153,9 @@ def _ours(backend: str, deterministic: bool = False) -> Provider:
             return partial(flash_attn.flash_attn_with_kvcache, x.q, x.k, x.v, **options)
         options["dropout_p"] = case.dropout_p
         options["deterministic"] = case.deterministic or deterministic
-        if x.cu_seqlens is None:
+        if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
             return partial(flash_attn.flash_attn_func, x.q, x.k, x.v, **options)
-        lengths = (x.cu_seqlens, x.cu_seqlens, case.seqlen, case.seqlen)
+        lengths = (x.cu_seqlens_q, x.cu_seqlens_k, *case.rows[0])
         return partial(flash_attn.flash_attn_varlen_func, x.q, x.k, x.v, *lengths, **options)
 
     return Provider(prepare, lambda case: flash_attn.use_backend(backend))
@@ -209,9 +208,11 @@ def _torch_context(case: Case, backend: SDPBackend | None = None) -> Iterator[No
 def _sdpa(backend: SDPBackend) -> Provider:
     def prepare(case: Case, x: Inputs) -> Forward:
         _refuse(case, "window", "varlen", "softcap", "alibi", "page_size")
+        if case.keys and case.causal:  # is_causal means the first query and the first key
+            raise NotImplementedError("no causal cross-attention")
         q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
         mask = None
-        if case.queries > 1 and case.causal:  # is_causal means the first query and the first key
+        if case.queries > 1 and case.causal:  # likewise
             mask = q.new_full((case.queries, case.seqlen), -torch.inf)
             mask = mask.triu(case.seqlen - case.queries + 1)
 
@@ -237,7 +238,7 @@ def _standard(limit_gib: float) -> Provider:
     sdpa = _sdpa(SDPBackend.MATH)
 
     def prepare(case: Case, x: Inputs) -> Forward:
-        matrix = sum((case.queries or n) * n for n in case.lengths) * case.nheads * x.q.itemsize
+        matrix = sum(n * m for n, m in case.rows) * case.nheads * x.q.itemsize
         if STANDARD_MATRICES * matrix > limit_gib * 2**30:
             raise NotImplementedError(f"N x N matrices of more than {limit_gib:g} GiB")
         return sdpa.prepare(case, x)
@@ -250,7 +251,8 @@ def _flash() -> Provider:
     sdpa = _sdpa(SDPBackend.FLASH_ATTENTION)
 
     def prepare(case: Case, x: Inputs) -> Forward:
-        through_operator = case.window >= 0 or case.varlen or (case.queries > 1 and case.causal)
+        other_lengths = case.queries > 1 or case.keys > 0
+        through_operator = case.window >= 0 or case.varlen or (other_lengths and case.causal)
         return (_flash_operator if through_operator else sdpa.prepare)(case, x)
 
     return Provider(prepare, sdpa.context)
@@ -261,16 +263,16 @@ def _flash_operator(case: Case, x: Inputs) -> Forward:
     if case.queries:
         _refuse(case, "varlen")
     left, right = case.window_size
+    longest = case.rows[0]
 
     def forward() -> Tensor:
         return torch.ops.aten._flash_attention_forward(
             x.q,
             x.k,
             x.v,
-            x.cu_seqlens,
-            x.cu_seqlens,
-            case.queries or case.seqlen,
-            case.seqlen,
+            x.cu_seqlens_q,
+            x.cu_seqlens_k,
+            *longest,
             case.dropout_p,
             case.causal,
             False,  # return_debug_mask
@@ -292,12 +294,12 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     _refuse(case, "dropout_p", "alibi")
     _load_library(library)
     left, right = case.window_size
-    longest = None if x.cu_seqlens is None else case.seqlen
+    longest_q, longest_k = (None, None) if x.cu_seqlens_q is None else case.rows[0]
     options: dict[str, Any] = {
-        "cu_seqlens_q": x.cu_seqlens,
-        "cu_seqlens_k": x.cu_seqlens,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": x.cu_seqlens_q,
+        "cu_seqlens_k": x.cu_seqlens_k,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
         "is_causal": case.causal,
         "window_size_left": left,
         "window_size_right": right,
@@ -306,9 +308,9 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     if case.direction != "forward":
         apply = _FlashAttention3.apply
         return partial(apply, x.q, x.k, x.v, options, case.deterministic)
-    options["num_splits"] = 1
-    if case.queries:  # 0: it chooses
-        options |= {"seqused_k": x.cache_seqlens, "page_table": x.block_table, "num_splits": 0}
+    options["num_splits"] = 0  # it chooses
+    if case.queries:
+        options |= {"seqused_k": x.cache_seqlens, "page_table": x.block_table}
     fwd = partial(torch.ops.flash_attn_3.fwd, x.q, x.k, x.v, **options)
     return lambda: fwd()[0]
 
@@ -346,7 +348,7 @@ def _flashinfer(case: Case, x: Inputs) -> Forward:
     """FlashInfer's wrappers, planned here: what is timed is ``run`` alone."""
     if not _has_flashinfer():
         raise NotImplementedError("not installed")
-    _refuse(case, "dropout_p", "alibi")
+    _refuse(case, "dropout_p", "alibi", "keys", "headdim_v")
     if case.direction != "forward":
         raise NotImplementedError("no gradient")
     if case.window >= 0 and not case.causal:
@@ -363,7 +365,7 @@ def _flashinfer(case: Case, x: Inputs) -> Forward:
     wrapper: Any
     if not case.queries:
         q, k, v = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (x.q, x.k, x.v))
-        indptr = _sums(case.lengths, x.q)
+        indptr = sums(case.lengths, x.q.device)
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
         wrapper.plan(indptr, indptr, *heads, causal=case.causal, **options)
         return lambda: wrapper.run(q, k, v).view(x.q.shape)
@@ -379,7 +381,7 @@ def _flashinfer(case: Case, x: Inputs) -> Forward:
         table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).view(batch, -1)
     counts = [-(-n // page_size) for n in case.lengths]
     pages = (
-        _sums(counts, x.q),
+        sums(counts, x.q.device),
         torch.cat([row[:count] for row, count in zip(table, counts, strict=True)]),
         torch.tensor([(n - 1) % page_size + 1 for n in case.lengths]).to(table),
     )
@@ -390,12 +392,7 @@ def _flashinfer(case: Case, x: Inputs) -> Forward:
         )
         wrapper.plan(*pages, *heads, page_size, **options)
     else:
-        queries = _sums([case.queries] * len(case.lengths), x.q)
+        queries = sums([case.queries] * len(case.lengths), x.q.device)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         wrapper.plan(queries, *pages, *heads, page_size, causal=case.causal, **options)
     return lambda: wrapper.run(q, (k, v)).view(x.q.shape)
-
-
-def _sums(lengths: list[int], like: Tensor) -> Tensor:
-    """(batch + 1,) int32: where each sequence begins, and the end of the last."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=like.device)

@@ -69,13 +69,14 @@ def output_of(*command: str) -> str | None:
     return result.stdout.strip()
 
 
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser, name: str, plots: bool = True) -> None:
     """Add what says where to write."""
     folder = results_folder(device_name())
     add = parser.add_argument
     add("--output", default=name, metavar="NAME", help="of the files")
     add("--folder", type=Path, default=folder, help="where they are written")
-    add("--replot", type=Path, metavar="JSON", help="measure nothing: draw this record again")
+    if plots:
+        add("--replot", type=Path, metavar="JSON", help="measure nothing: draw this record again")
 
 
 def record(stem: Path, arguments: argparse.Namespace, rows: Iterable[Row]) -> Iterator[Row]:
@@ -122,6 +123,30 @@ def with_progress(
         if terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)  # erases the line
         yield row
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def figure(value: float | None, decimals: int = 1) -> str:
+    """The number, a small one with three digits; a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.{decimals}f}" if value >= 10 or decimals > 1 else f"{value:.3g}"
+
+
+def size_cells(row: Row) -> dict[str, str]:
+    """What a case is like, by column."""
+    return {
+        "headdim": f"{row['headdim']}/{row['headdim_v']}".removesuffix("/0"),
+        "causal": "yes" if row["causal"] else "no",
+        "seqlen": f"{row['seqlen']}x{row['keys']}".removesuffix("x0"),
+    }
+
+
+def head_cells(row: Row) -> dict[str, str]:
+    return {"batch": str(row["batch"]), "heads": f"{row['nheads']}/{row['nheads_kv']}"}
 
 
 def print_cells(cells: dict[str, str], head: bool) -> None:
