@@ -28,6 +28,7 @@ ROWS = [
         *headdims,
         features,
         frozenset(always | (full if features == "full" else set())),
+        1,
     )
     for (kernel, (always, full)), dtype, headdims, features in product(
         TAKEN.items(), ["fp16", "bf16"], HEADDIMS, ["plain", "full"]

@@ -250,6 +250,8 @@ NUMBERS = {
     "dropout_p": 0.0,
     "deterministic": False,
     "shared_memory": 0,
+    "tile": -1,
+    "num_splits": 0,
 }
 
 

@@ -217,6 +217,97 @@ def test_thread_blocks_take_several_tiles(device, problem, mask, headdim):
     assert cuda._kept_zeros and not any(map(torch.any, cuda._kept_zeros.values()))
 
 
+# ---- divided keys, forced tiles ------------------------------------------------------------------
+
+
+def tile_count(headdims: tuple[int, int], features: str) -> int:
+    return next(
+        x.tiles
+        for x in cuda._KERNELS
+        if (x.operation, x.backend, x.feature_set) == ("forward", "sm90", features)
+        and (x.headdim, x.headdim_v) == headdims
+    )
+
+
+@of_each_kernel
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+@pytest.mark.parametrize("features", ["plain", "everything"])
+def test_divided_keys_for_the_sanitizer(device, features, dtype, headdims):
+    """With each tile shape of the kernel; some parts of some tiles have no key."""
+    options = OPTIONS[features](2, 4, device) | {"dtype": dtype, "device": device}
+    problem = dense(2, 150, 290, 4, 2, *headdims, **options)
+    for tile in range(tile_count(headdims, "plain" if features == "plain" else "full")):
+        with cuda.changed_setting("tile", tile), cuda.changed_setting("num_splits", 3):
+            check(problem, backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("options", OPTIONS)
+def test_each_tile(device, options, headdims):
+    given = OPTIONS[options](3, 4, device) | {"dtype": torch.bfloat16, "device": device}
+    problem = varlen([200, 0, 410], [330, 100, 401], 4, 2, *headdims, **given)
+    full = options in ("softcap", "dropout", "everything") or options.startswith("alibi")
+    for tile in range(tile_count(headdims, "full" if full else "plain")):
+        with cuda.changed_setting("tile", tile):
+            check(problem, backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("splits", [2, 5, 16])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_divided_keys(device, options, splits, headdims):
+    """Dense, packed and cached sequences; more parts than blocks of keys, and none at all."""
+    given = {"dtype": torch.bfloat16, "device": device}
+    problems = [
+        dense(2, 70, 900, 4, 2, *headdims, **given, **OPTIONS[options](2, 4, device)),
+        varlen(
+            [130, 0, 9, 40],
+            [700, 30, 0, 257],
+            4,
+            2,
+            *headdims,
+            **given,
+            **OPTIONS[options](4, 4, device),
+        ),
+    ]
+    with cuda.changed_setting("num_splits", splits):
+        for problem in problems:
+            check(problem, backward=False)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_divided_caches(device, mask, page_size):
+    lengths = [0, 5, 77, 128, 129, 900]
+    sizes = {"nheads": 8, "nheads_kv": 2, "headdim": 128, "page_size": page_size}
+    case = decode(lengths, 3, 0, 901, dtype=torch.bfloat16, device=device, **sizes, **MASKS[mask])
+    with cuda.changed_setting("num_splits", 4):
+        check_kvcache(case)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_divided_keys_are_deterministic(device, mask, headdim):
+    """Whoever is last merges, always in the same order; counters are left zero."""
+    problem = dense(2, 300, 1500, 4, 2, headdim, dtype=torch.bfloat16, device=device, **MASKS[mask])
+    with cuda.changed_setting("num_splits", 6):
+        first, _ = run(problem, backward=False)
+        assert_matches_oracle(first, problem)
+        for _ in range(50):
+            again, _ = run(problem, backward=False)
+            assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not any(map(torch.any, cuda._kept_zeros.values()))
+
+
+def test_too_many_tiles_to_divide(device):
+    problem = many_tiles(device)
+    with (
+        cuda.changed_setting("num_splits", 2),
+        pytest.raises(ValueError, match="^num_splits: got 2 for .* tiles; accepted: 1"),
+    ):
+        call(problem)
+
+
 # ---- at once -------------------------------------------------------------------------------------
 
 

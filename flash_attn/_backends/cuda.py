@@ -57,8 +57,8 @@ _DESCRIPTIONS = {
 
 # What, beside a call itself, decides its launch: the backend that is forced; the shared memory of a
 # thread block in bytes (0: what the device has); the kernel's tile shape, counted from 0 (-1: the
-# kernel chooses), and into how many parts a forward divides the keys (0: likewise); who wants to see
-# all choices, as if calls were the first ones. Each state that occurs gets a number.
+# kernel chooses), and into how many parts a forward divides the keys (0: likewise); who wants to
+# see all choices, as if calls were the first ones. Each state that occurs gets a number.
 _settings: dict[str, Any] = {
     "backend": None,
     "shared_memory": 0,
