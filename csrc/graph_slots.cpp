@@ -13,7 +13,7 @@ namespace {
 
 class GraphSlots {
  public:
-  using User = std::pair<unsigned long long, unsigned long long>;  // a capture, a stream of it
+  using User = std::pair<unsigned long long, cudaStream_t>;  // a capture, a stream of it
 
   GraphSlots() : free_(kGraphSlots) { std::iota(free_.rbegin(), free_.rend(), 0); }
 
@@ -65,9 +65,11 @@ std::optional<int64_t> zeros_owner(cudaStream_t stream) {
   cudaGraph_t graph = nullptr;
   check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture, &graph),
              "cudaStreamGetCaptureInfo");
-  check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
-  if (status != cudaStreamCaptureStatusActive) return static_cast<int64_t>(id);
-  const auto [slot, is_new] = slots().find_or_take({capture, id});
+  if (status != cudaStreamCaptureStatusActive) {
+    check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+    return static_cast<int64_t>(id);
+  }
+  const auto [slot, is_new] = slots().find_or_take({capture, stream});
   if (slot < 0) return std::nullopt;
   if (is_new) {
     cudaUserObject_t object;
