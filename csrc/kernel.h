@@ -25,7 +25,7 @@ struct Workspace {
   DType dtype;
   int64_t elements;
   bool kept_zero;
-  size_t place;    // of the pointer to it in the operation's parameters
+  size_t place;  // of the pointer to it in the operation's parameters
 };
 
 // The workspaces of one call, as its kernel asks for them.
@@ -70,8 +70,8 @@ struct Kernel {
   Launcher (*prepare)(AttentionParams&, Workspaces&);
 };
 
-// Row: Params, the parameters of the operation; kTakes; kTiles; prepare(params, workspaces), which may
-// complete the parameters, asks for workspaces and returns what launches with them. It stands
+// Row: Params, the parameters of the operation; kTakes; kTiles; prepare(params, workspaces), which
+// may complete the parameters, asks for workspaces and returns what launches with them. It stands
 // beside the kernel, in <backend>/<operation>_launch.cuh.
 template <typename Row>
 constexpr Kernel make_kernel(std::string_view operation, std::string_view backend, DType dtype,

@@ -364,7 +364,7 @@ def test_workspaces() -> None:
     counters = ("counters", "int32", cuda._C.KEPT_ZERO, True)
     assert forward.workspaces == [counters]
     split = prepare("forward", "cuda", kernel=place_of("forward", "sm90"), num_splits=3)
-    warps = 4 * 2 * 8  # of one tile for each of 4 heads of 2 sequences
+    warps = 2 * 2 * 8  # of one tile for each key head of 2 sequences
     assert split.workspaces == [
         counters,
         ("partial_out", "fp32", warps * 3 * 16 * 64, False),

@@ -239,10 +239,9 @@ __device__ void produce_values(Producer<Config> producer) {
 // The work of all three in one warp.
 template <typename Config>
 __device__ void produce_all(Producer<Config> producer, int stream) {
-  TileScheduler scheduler(producer.params.counters, producer.schedule,
-                          QueryBlocks{producer.params, producer.schedule},
-                          stream * gridDim.x + blockIdx.x, Config::kStreams * gridDim.x,
-                          producer.lane);
+  TileScheduler scheduler(
+      producer.params.counters, producer.schedule, QueryBlocks{producer.params, producer.schedule},
+      stream * gridDim.x + blockIdx.x, Config::kStreams * gridDim.x, producer.lane);
   TilePipeline::State tile_state;
   for (;; scheduler.next()) {
     const Tile tile = scheduler.tile();
@@ -349,16 +348,20 @@ struct Epilogue {
   }
 };
 
-// Where warp `warp` of a tile's consumers leaves its part.
+// Leaves a warp's part of a tile; merges the parts and returns true if it is the last.
 template <typename Config>
-__device__ SplitSlot slot_of_warp(const ForwardParams& params, const ForwardSchedule& schedule,
-                                  const Tile& tile, int warp) {
+__device__ bool merge_tile(const ForwardParams& params, const ForwardSchedule& schedule,
+                           const Tile& tile, SoftmaxState<1>& softmax,
+                           float (&out)[1][Config::kHeadDimV / 8][4], int first_row, int lane) {
   constexpr int kOutTiles = Config::kHeadDimV / 8;
+  const int warp = first_row / 16;
   const int head = ptx::opaque(tile.batch) * schedule.heads + tile.head;
   const int place = (head * schedule.blocks + tile.block) * Config::kConsumerWarps + warp;
   const int64_t first = int64_t{1} * place * schedule.splits * 32;
-  return {reinterpret_cast<float4*>(params.partial_out) + first * kOutTiles,
-          reinterpret_cast<float4*>(params.partial_rows) + first, params.counters + 1 + place};
+  const SplitSlot slot{reinterpret_cast<float4*>(params.partial_out) + first * kOutTiles,
+                       reinterpret_cast<float4*>(params.partial_rows) + first,
+                       params.counters + 1 + place};
+  return merge_parts(slot, tile.part, schedule.splits, softmax, out, lane);
 }
 
 template <typename Config>
@@ -490,8 +493,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     } else if (kFinishEarly && !is_split) {
       finish_softmax();
     }
-    if (!is_split || merge_parts(slot_of_warp<Config>(params, schedule, tile, first_row / 16),
-                                 tile.part, schedule.splits, softmax, out, lane)) {
+    if (!is_split || merge_tile<Config>(params, schedule, tile, softmax, out, first_row, lane)) {
       if (!kFinishEarly || is_split) finish_softmax();
       epilogue.store_output(params, out, lane);
     }

@@ -13,6 +13,7 @@
 #include "kernel.h"
 #include "params.h"
 #include "sm90/forward_kernel.cuh"
+#include "sm90/forward_plan.h"
 #include "sm90/tensor_map.h"
 
 namespace flash::sm90 {
@@ -27,30 +28,16 @@ constexpr int kLastTiles = 4;
 constexpr int kMinBlocks = 6;
 constexpr int kLastSections = 3;
 
-// Longest K for which tiles under a mask are drawn before they are wanted.
+// Longest K, and fewest tiles for each SM, for which tiles under a mask are drawn before they are
+// wanted.
 constexpr int kDrawEarlyKeys = 2048;
-
-// Queries of a sequence from which the tiles for long ones are taken.
-constexpr int long_from(int headdim, int headdim_v, bool masked) {
-  if (headdim == 96) return masked ? 4096 : 1024;
-  if (headdim == 128) return 512;
-  return (masked ? 1024 : 512) * (headdim_v == 128 ? 1 : 2);
-}
-
-// All heads of a group share a tile if that saves tiles: with one query a tile is nearly empty.
-template <typename Config>
-int heads_in_tile(const ForwardParams& params) {
-  const int group = params.nheads / params.nheads_kv;
-  if (Config::kFeatures == FeatureSet::kFull || group == 1 || group > Config::kBlockM) return 1;
-  const auto tiles = [&](int rows) { return (params.seqlen_q + rows - 1) / rows; };
-  return tiles(Config::kBlockM / group) < group * tiles(Config::kBlockM) ? group : 1;
-}
+constexpr int kDrawEarlyTiles = 6;
 
 template <typename Config>
 ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
   ForwardSchedule schedule{};
   schedule.splits = splits;
-  schedule.group = heads_in_tile<Config>(params);
+  schedule.group = heads_in_tile(params, Config::kFeatures, Config::kBlockM);
   schedule.rows = Config::kBlockM / schedule.group;
   schedule.group_reciprocal = (65536 + schedule.group - 1) / schedule.group;
   schedule.heads = params.nheads / schedule.group;
@@ -74,7 +61,8 @@ ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
                heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv / splits));
   // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
   // they had better not be reserved for a busy thread block.
-  schedule.draw_early = !masked || params.seqlen_k <= kDrawEarlyKeys;
+  schedule.draw_early = !masked || (params.seqlen_k <= kDrawEarlyKeys &&
+                                    schedule.tiles > int64_t{kDrawEarlyTiles} * multiprocessors());
   // A box may not cross pages, which leftpad_k may begin within.
   schedule.key_box_rows = params.block_table == nullptr ? Config::kBlockN
                           : params.leftpad_k != nullptr
@@ -121,12 +109,12 @@ std::function<void(const ForwardParams&, cudaStream_t)> prepare_kernel(ForwardPa
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const int splits = std::max(params.num_splits, 1);
+  const int splits = params.num_splits;
   const ForwardSchedule schedule = make_schedule<Config>(params, splits);
   wanted.add_kept_zero("counters", params.counters);
   if (splits > 1) {
-    const int64_t warps = int64_t{1} * params.batch * schedule.heads * schedule.blocks *
-                          Config::kConsumerWarps;
+    const int64_t warps =
+        int64_t{1} * params.batch * schedule.heads * schedule.blocks * Config::kConsumerWarps;
     if (1 + warps > kKeptZero) {
       throw std::invalid_argument("num_splits: got " + std::to_string(splits) + " for " +
                                   std::to_string(warps / Config::kConsumerWarps) +
@@ -136,10 +124,10 @@ std::function<void(const ForwardParams&, cudaStream_t)> prepare_kernel(ForwardPa
     wanted.add("partial_rows", params.partial_rows, warps * splits * 32 * 4);
   }
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
-  const int64_t tiles = params.cu_seqlens_q == nullptr
-                            ? schedule.tiles
-                            : (params.total_q / schedule.rows + int64_t{1} * params.batch) *
-                                  schedule.heads * splits;
+  const int64_t tiles =
+      params.cu_seqlens_q == nullptr
+          ? schedule.tiles
+          : (params.total_q / schedule.rows + int64_t{1} * params.batch) * schedule.heads * splits;
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
   const ForwardMaps prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
@@ -163,15 +151,9 @@ struct ForwardRow {
   using Config = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, kChoice>;
 
   static auto prepare(Params& params, Workspaces& wanted) {
-    int choice = params.tile;
-    if (choice < 0) {
-      const bool masked = params.window_left >= 0 || params.window_right >= 0;
-      const int64_t queries =
-          params.cu_seqlens_q == nullptr ? params.seqlen_q : params.total_q / params.batch;
-      choice = kHeadDim != 64 && kHeadDim != 256 && kTiles > 1 &&
-               queries >= long_from(kHeadDim, kHeadDimV, masked);
-    }
-    return prepare_choice<0>(choice, params, wanted);
+    const ForwardPlan plan = plan_forward(params, kFeatures, kHeadDim, kHeadDimV, kTiles);
+    params.num_splits = plan.splits;
+    return prepare_choice<0>(plan.tile, params, wanted);
   }
 
  private:

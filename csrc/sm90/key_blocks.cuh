@@ -11,7 +11,8 @@ template <int kBlockN, bool kFromDiagonal>
 class KeyBlocks {
  public:
   // Of the keys begin .. end - 1, one of several equal parts.
-  __device__ KeyBlocks(int begin, int end, int part, int parts) : first_(begin / kBlockN * kBlockN) {
+  __device__ KeyBlocks(int begin, int end, int part, int parts)
+      : first_(begin / kBlockN * kBlockN) {
     const int blocks = begin < end ? (end - 1) / kBlockN - begin / kBlockN + 1 : 0;
     last_ = first_ + (blocks - 1) * kBlockN;
     if (parts > 1) {

@@ -27,11 +27,11 @@ __device__ bool merge_parts(const SplitSlot& slot, int part, int parts, SoftmaxS
   float4* const mine = slot.out + part * kOutTiles * 32 + lane;
 #pragma unroll
   for (int i = 0; i < kOutTiles; ++i) {
-    const float(&x)[4] = out[0][i];
+    const float (&x)[4] = out[0][i];
     __stcg(mine + i * 32, make_float4(x[0], x[1], x[2], x[3]));
   }
-  __stcg(slot.rows + part * 32 + lane, make_float4(softmax.reference[0], softmax.reference[1],
-                                                   softmax.sum[0], softmax.sum[1]));
+  __stcg(slot.rows + part * 32 + lane,
+         make_float4(softmax.reference[0], softmax.reference[1], softmax.sum[0], softmax.sum[1]));
   __threadfence();
   __syncwarp();
   int before = 0;
@@ -41,33 +41,28 @@ __device__ bool merge_parts(const SplitSlot& slot, int part, int parts, SoftmaxS
   if (lane == 0) *slot.counter = 0;
   __threadfence();
 
-  float reference[2] = {-FLT_MAX, -FLT_MAX};
-#pragma unroll 1
-  for (int i = 0; i < parts; ++i) {
-    const float4 rows = __ldcg(slot.rows + i * 32 + lane);
-    reference[0] = fmaxf(reference[0], rows.x);
-    reference[1] = fmaxf(reference[1], rows.y);
-  }
-  softmax.sum[0] = softmax.sum[1] = 0.f;
+  softmax = SoftmaxState<1>(softmax.scale_log2, {-INFINITY, -INFINITY}, false);
   for_each(out, [](float& x, int, int, int) { x = 0.f; });
 #pragma unroll 1
   for (int i = 0; i < parts; ++i) {
     const float4 rows = __ldcg(slot.rows + i * 32 + lane);
-    const float factors[2] = {ptx::ex2(rows.x - reference[0]), ptx::ex2(rows.y - reference[1])};
-    softmax.sum[0] += factors[0] * rows.z;
-    softmax.sum[1] += factors[1] * rows.w;
-    const float4* const theirs = slot.out + i * kOutTiles * 32 + lane;
+    const float theirs[2] = {ptx::ex2(rows.x - fmaxf(softmax.reference[0], rows.x)),
+                             ptx::ex2(rows.y - fmaxf(softmax.reference[1], rows.y))};
+    const float ours[2] = {softmax.raise_reference(rows.x > softmax.reference[0], 0, rows.x),
+                           softmax.raise_reference(rows.y > softmax.reference[1], 1, rows.y)};
+    rescale_output(out, ours);
+    softmax.sum[0] += theirs[0] * rows.z;
+    softmax.sum[1] += theirs[1] * rows.w;
+    const float4* const part_out = slot.out + i * kOutTiles * 32 + lane;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
-      const float4 x = __ldcg(theirs + n * 32);
-      out[0][n][0] += factors[0] * x.x;
-      out[0][n][1] += factors[0] * x.y;
-      out[0][n][2] += factors[1] * x.z;
-      out[0][n][3] += factors[1] * x.w;
+      const float4 x = __ldcg(part_out + n * 32);
+      out[0][n][0] += theirs[0] * x.x;
+      out[0][n][1] += theirs[0] * x.y;
+      out[0][n][2] += theirs[1] * x.z;
+      out[0][n][3] += theirs[1] * x.w;
     }
   }
-  softmax.reference[0] = reference[0];
-  softmax.reference[1] = reference[1];
   return true;
 }
 

@@ -13,9 +13,9 @@ namespace flash::sm90 {
 
 constexpr int kTileSlots = 4;  // of tiles that are under way
 
-// What the host decides about the tiles of a launch. A tile is a block of rows of one head. Its keys
-// may be divided among thread blocks: then each part of them is a tile, and a head counts as `splits`
-// heads in a section.
+// What the host decides about the tiles of a launch. A tile is a block of rows of one head. Its
+// keys may be divided among thread blocks: then each part of them is a tile, and a head counts as
+// `splits` heads in a section.
 struct TileSchedule {
   int splits;
   int heads;         // of tiles

@@ -1,0 +1,45 @@
+// How long workers take that each do one piece of work after the other. Host code.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <queue>
+#include <vector>
+
+namespace flash {
+
+// So many pieces of work, each of which takes so long.
+struct Work {
+  int64_t count;
+  float time;
+};
+
+// Pieces for each worker from which it is enough to add them up.
+constexpr int kManyPieces = 6;
+
+// When the last piece is done, if whoever is free takes the next of `all`.
+inline float makespan(const std::vector<Work>& all, int workers) {
+  int64_t count = 0;
+  float sum = 0.f;
+  for (const Work& work : all) {
+    count += work.count;
+    sum += work.count * work.time;
+  }
+  if (count > int64_t{kManyPieces} * workers) return sum / workers + all.back().time / 2;
+  std::priority_queue<float, std::vector<float>, std::greater<float>> ends;
+  float last = 0.f;
+  for (const Work& work : all) {
+    for (int64_t i = 0; i < work.count; ++i) {
+      float end = work.time;
+      if (static_cast<int>(ends.size()) == workers) {
+        end += ends.top();
+        ends.pop();
+      }
+      ends.push(end);
+      last = end > last ? end : last;
+    }
+  }
+  return last;
+}
+
+}  // namespace flash
