@@ -271,9 +271,9 @@ rule link
 
 """.splitlines()
     objects = []
-    for name in ("bindings", "call", "graph_slots", "kernels"):
+    for name in ("bindings", "call", "graph_slots", "kernels", "sm90/forward_plan"):
         folder = python if name == "bindings" else OBJECTS
-        target = folder / f"{name}.o"
+        target = folder / f"{name.replace('/', '_')}.o"
         lines.append(f"build {target}: host csrc/{name}.cpp | {folder}/toolchain.txt")
         objects.append(target)
     for row in sorted(rows, key=lambda row: row.cost, reverse=True):

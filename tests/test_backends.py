@@ -283,17 +283,17 @@ def test_workspaces_kept_zero(monkeypatch):
 
     def lasting_zeros(device, shape):
         made.append(shape)
-        return torch.zeros(shape, dtype=torch.int32)
+        return made_by(shape, dtype=torch.int32)
 
     monkeypatch.setattr(cuda, "_lasting_zeros", lasting_zeros)
-    graph_zeros = torch.zeros
+    made_by = torch.zeros
     owners = {1: 10, 2: 20, 3: -1, 4: -2, 5: None}
     extension = SimpleNamespace(zeros_owner=owners.get, KEPT_ZERO=8, GRAPH_SLOTS=2)
     monkeypatch.setattr(cuda, "_C", extension, raising=False)
 
     def zeros(stream):
         with monkeypatch.context() as patched:
-            patched.setattr(torch, "zeros", lambda *a, device, **k: graph_zeros(*a, **k))
+            patched.setattr(torch, "zeros", lambda *a, device, **k: made_by(*a, **k))
             return cuda._kept_zero(0, stream)
 
     too_early = zeros(3)  # within the graph

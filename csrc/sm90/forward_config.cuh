@@ -1,73 +1,17 @@
-// Tile shapes and shared memory of the Hopper forward.
+// What a Hopper forward with some tile shape has: warps, registers, shared memory.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/forward_tile.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
-
-struct ForwardTile {
-  int block_m;   // queries of a tile: 64 for each consumer warpgroup; 0: there is no such tile
-  int block_n;   // keys of one step
-  int stages;    // of K and of V in shared memory
-  int q_stages;  // of Q; 2: the next tile's is loaded beside this one's
-  // Microseconds on an H200: of what comes before and after the steps of a tile, and of a step.
-  // They are for the choice between tiles (forward_plan.h).
-  float ends, step;
-  int streams = 1;          // of tiles, that a thread block works on at the same time
-  float shared_step = 0.f;  // of a step, if two do
-};
-
-constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet features, int choice) {
-  const bool plain = features == FeatureSet::kPlain;  // the full set needs more registers
-  switch (headdim) {
-    case 64:
-      if (choice == 0) return {128, 64, 4, 2, 1.86f, 0.28f, 2, 0.93f};
-      if (choice == 1 && plain) return {128, 128, 2, 2, 1.26f, 1.15f};
-      if (choice == 2 && plain) return {192, 128, 2, 2, 1.39f, 1.33f};
-      break;
-    case 96:
-      if (!plain && choice == 0) return {128, 96, 2, 2, 1.34f, 0.89f};
-      if (!plain) break;
-      if (choice == 0) return {128, 48, 3, 1, 1.70f, 0.37f, 2, 0.85f};
-      if (choice == 1) return {192, 96, 2, 1, 2.00f, 1.05f};
-      if (choice == 2) return {128, 96, 2, 2, 1.34f, 0.89f};
-      break;
-    case 128:
-      if (choice == 0) return {128, 128, 2, 2, 1.89f, 1.29f};
-      if (choice == 1 && plain) return {192, 64, 3, 2, 1.55f, 0.93f};
-      if (choice == 2 && plain) return {128, 176, 2, 1, 2.26f, 1.75f};
-      break;
-    case 192:
-      if (headdim_v == 128) {
-        if (choice == 0)
-          return plain ? ForwardTile{128, 64, 3, 2, 1.35f, 0.98f}
-                       : ForwardTile{128, 128, 2, 1, 1.80f, 1.77f};
-        if (choice == 1 && plain) return {128, 128, 2, 1, 1.80f, 1.77f};
-      } else {
-        if (choice == 0) return {128, 64, 2, 2, 1.59f, 1.09f};
-        if (choice == 1) return {128, 96, 2, 1, 1.73f, 1.53f};
-      }
-      break;
-    default:
-      if (choice == 0) return {128, 64, 2, 1, 2.47f, 1.29f};
-      if (choice == 1 && plain) return {128, 80, 2, 1, 1.84f, 1.63f};
-      break;
-  }
-  return {};
-}
-
-constexpr int count_forward_tiles(int headdim, int headdim_v, FeatureSet features) {
-  int count = 0;
-  while (forward_tile(headdim, headdim_v, features, count).block_m > 0) ++count;
-  return count;
-}
 
 template <typename T_, typename Out_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
           int kChoice>

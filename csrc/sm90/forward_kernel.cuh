@@ -68,9 +68,10 @@ struct TileRows {
 
 // What the host decides about a launch.
 struct ForwardSchedule : TileRows, TileSchedule {
-  int key_box_rows;  // keys that one box of TMA holds; divides kBlockN
-  bool draw_early;   // with one stream: the next tile is drawn before it is wanted
-  bool clear_tail;   // there may be anything but zeros behind a sequence's last value
+  int key_box_rows;        // keys that one box of TMA holds; divides kBlockN
+  bool draw_early;         // with one stream: the next tile is drawn before it is wanted
+  bool clear_tail;         // there may be anything but zeros behind a sequence's last value
+  bool lengths_on_device;  // to know a tile's keys, device memory is read
 };
 
 // One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some, or
@@ -214,6 +215,7 @@ __device__ void produce_keys(Producer<Config> producer) {
     const Tile tile = shared.tiles.receive(tile_state, lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
+    ptx::wait_for_earlier_kernels();
     if (range.blocks.empty()) arrive_of_warp(shared.tile_wanted, lane);
     range.blocks.for_each([&](const auto& block) {
       producer.load_k(tile, range.sequence, block.key());
@@ -231,6 +233,7 @@ __device__ void produce_values(Producer<Config> producer) {
     const Tile tile = producer.shared.tiles.receive(tile_state, producer.lane);
     if (tile.batch < 0) break;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
+    ptx::wait_for_earlier_kernels();
     range.blocks.for_each(
         [&](const auto& block) { producer.load_v(tile, range.sequence, block.key()); });
   }
@@ -248,6 +251,7 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
     producer.shared.tiles.send(tile, tile_state, producer.lane);
     if (tile.batch < 0) return;
     const TileRange<Config> range(producer.params, producer.schedule, tile);
+    ptx::wait_for_earlier_kernels();
     range.blocks.for_each([&](const auto& block) {
       producer.load_k(tile, range.sequence, block.key());
       if (block.is_first()) producer.load_q(tile, range.sequence, range.m_begin);
@@ -407,6 +411,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
 
     float out[1][Config::kHeadDimV / 8][4] = {};
+    ptx::wait_for_earlier_kernels();
     float sinks[2] = {-INFINITY, -INFINITY};
     if (params.s_aux != nullptr && tile.part == 0) {
       sinks[0] = params.s_aux[schedule.head_of(tile.head, first_row)];
@@ -528,8 +533,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
+  // The earlier kernels of the stream may still run. Each warp waits for their end as late as it
+  // can: where it first reads or writes device memory.
+  if (schedule.lengths_on_device) ptx::wait_for_earlier_kernels();
 
   constexpr int kConsumerWarps = Config::kConsumerWarps, kStreams = Config::kStreams;
   if (warp < kStreams * kConsumerWarps) {
@@ -549,8 +555,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       if (helper < kStreams) produce_all(producer, helper);
     }
-    if (helper == 3 && params.cu_seqlens_q != nullptr) {
-      clear_gaps<typename Config::Out>(params, blockIdx.x, gridDim.x, lane);
+    if (helper == 3) {
+      ptx::wait_for_earlier_kernels();
+      ptx::let_next_kernel_start();
+      if (params.cu_seqlens_q != nullptr) {
+        clear_gaps<typename Config::Out>(params, blockIdx.x, gridDim.x, lane);
+      }
     }
   }
 }

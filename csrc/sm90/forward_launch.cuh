@@ -70,6 +70,8 @@ ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
                               : std::gcd(Config::kBlockN, params.page_size);
   schedule.clear_tail = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr ||
                         params.block_table != nullptr;
+  schedule.lengths_on_device = schedule.clear_tail || params.cu_seqlens_q != nullptr ||
+                               params.leftpad_k != nullptr || params.cache_batch_idx != nullptr;
   return schedule;
 }
 
@@ -151,7 +153,7 @@ struct ForwardRow {
   using Config = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, kChoice>;
 
   static auto prepare(Params& params, Workspaces& wanted) {
-    const ForwardPlan plan = plan_forward(params, kFeatures, kHeadDim, kHeadDimV, kTiles);
+    const ForwardPlan plan = plan_forward(params, kFeatures, kHeadDim, kHeadDimV);
     params.num_splits = plan.splits;
     return prepare_choice<0>(plan.tile, params, wanted);
   }

@@ -7,6 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "ptx/griddepcontrol.h"
 #include "sm90/pipeline.cuh"
 
 namespace flash::sm90 {
@@ -50,6 +51,7 @@ class TileScheduler {
 
   // Draws the next ticket.
   __device__ void next() {
+    ptx::wait_for_earlier_kernels();
     int drawn = 0;
     if (lane_ == 0) drawn = ::atomicAdd(counter_, 1);
     ticket_ = workers_ + __shfl_sync(0xffffffff, drawn, 0);
