@@ -9,6 +9,7 @@ import torch
 from conftest import device_fixture
 from helpers import (
     LAYOUTS,
+    OPTIONS,
     call,
     check,
     dense,
@@ -19,8 +20,10 @@ from helpers import (
     run,
     varlen,
 )
-from oracle import assert_close_to_oracle, expect
-from test_kernels import HALF, of_each_kernel, shared_memory, small
+from oracle import Attention, assert_close_to_oracle, expect
+from test_kernels import HALF, large, of_each_kernel, shared_memory, small
+
+from flash_attn._backends import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +41,77 @@ def test_tiles_of_other_gpus_for_the_sanitizer(
     """Those of an A100 and of a GPU of cc 8.6, 8.9 or 12.0."""
     with shared_memory(kilobytes):
         check(small(layout, features, headdims, dtype, device), deterministic=layout == "varlen")
+
+
+def check_each_tile(problem: Attention, headdims: tuple[int, int]) -> list[int]:
+    """Check the forward with each tile shape that fits the shared memory; which those are."""
+    kernel = "forward", "sm80", *headdims
+    (count,) = {
+        x.tiles for x in cuda._KERNELS if (x.operation, x.backend, x.headdim, x.headdim_v) == kernel
+    }
+    fitting = []
+    for tile in range(count):
+        with cuda.changed_setting("tile", tile):
+            try:
+                call(problem)
+            except ValueError as error:
+                assert str(error).startswith(f"tile: got {tile}, which takes "), error
+                continue
+            check(problem, backward=False)
+        fitting.append(tile)
+    return fitting
+
+
+@of_each_kernel
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("features", ["plain", "everything", "unaligned"])
+def test_each_tile_for_the_sanitizer(device, features, layout, dtype, headdims):
+    assert check_each_tile(small(layout, features, headdims, dtype, device), headdims)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_each_tile(device, options, layout, headdims):
+    options = OPTIONS[options](2 if layout == "dense" else 3, 4, device)
+    problem = large(layout, 4, 2, *headdims, dtype=torch.bfloat16, device=device, **options)
+    assert check_each_tile(problem, headdims)
+
+
+@pytest.mark.parametrize(
+    "kilobytes, headdim, fitting",
+    [
+        (163, 128, [0, 1, 2, 3]),
+        (99, 128, [0, 1, 2, 3]),
+        (163, 192, [1]),
+        (99, 192, [1]),
+        (163, 256, [1, 2]),
+        (99, 256, [2]),
+    ],
+)
+def test_tiles_that_do_not_fit(device, kilobytes, headdim, fitting):
+    """They are not chosen and cannot be forced."""
+    properties = torch.cuda.get_device_properties(device)
+    if properties.shared_memory_per_block_optin < kilobytes * 1024:
+        pytest.skip(f"the GPU has less than {kilobytes} KB")
+    problem = dense(2, 130, 200, 4, 2, headdim, dtype=torch.float16, device=device, causal=True)
+    with shared_memory(kilobytes):
+        assert check_each_tile(problem, (headdim, headdim)) == fitting
+        check(problem, backward=False)
+    with cuda.shared_memory_limit(1024):
+        with pytest.raises(ValueError, match=f"^shared_memory: got 1024 .* {headdim} and"):
+            call(problem)
+        assert check_each_tile(problem, (headdim, headdim)) == []
+
+
+def test_keys_are_not_divided(device):
+    problem = dense(2, 70, 300, 4, 2, 64, dtype=torch.float16, device=device)
+    with cuda.changed_setting("num_splits", 1):
+        check(problem, backward=False)
+    message = "^num_splits: got 2; accepted by the sm80 forward: 0 or 1"
+    with cuda.changed_setting("num_splits", 2), pytest.raises(ValueError, match=message):
+        call(problem)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])

@@ -15,62 +15,89 @@ struct ForwardTile {
   int warps;          // in teams that share block_m / (warps / team) queries
   int team;           // warps of a team: 1 or 2 (row_team.cuh)
   int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
+  // Microseconds on an H200: of what comes before and after the steps of a thread block, of a step
+  // if it is alone on an SM, and if blocks_per_sm, where more than 1, are there. They are for the
+  // choice between shapes (forward_plan.h).
+  float ends, step, shared_step = 0.f;
 };
 
-// The tile shapes of a pair of head dims, the preferred one first; {} ends the list. tile_choice.h
-// takes one by shared memory, of which a thread block may use 227 KB on Hopper, 163 KB on an A100,
-// 99 KB on other Ampere and Ada GPUs.
+// The tile shapes of a pair of head dims; {} ends the list. forward_plan.h takes one of those that
+// fit the shared memory, of which a thread block may use 227 KB on Hopper, 163 KB on an A100, 99 KB
+// on other Ampere and Ada GPUs.
 //
-// 32 queries a warp, so that both of its 16-row fragments use each K and V fragment it loads (with
-// 16, shared memory is busy longer than the tensor cores). Where the output of 32 queries does not
-// fit the registers, two warps share them. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal,
-// to be compared within one comment; docs/design-notes.md has them all.
+// Large work: 32 queries a warp, so that both of its 16-row fragments use each K and V fragment it
+// loads (with 16, shared memory is busy longer than the tensor cores). Where the output of 32
+// queries does not fit the registers, two warps share them. TFLOP/s on an H200 in bf16, 4096
+// tokens, full / causal, to be compared within one comment; docs/design-notes.md has them all.
+//
+// Small work: 64 queries make twice as many thread blocks, and 16 queries a warp, or a team, keep
+// all tensor cores of an SM busy with one of them.
+//
+// PLACEHOLDERS: all times. A step takes the floating-point operations over those TFLOP/s / 132, of
+// shapes for small work 15 % longer, times blocks_per_sm; alone about 1.2 times that of one.
 constexpr ForwardTile forward_tile(int headdim, int headdim_v, int choice) {
   switch (headdim) {
     case 32:
       // 271 / 256; 128 keys, two blocks an SM 253 / 236; four blocks spill, 261 / 247.
-      if (choice == 0) return {128, 64, 4, 1, 3};
+      if (choice == 0) return {128, 64, 4, 1, 3, 2.0f, 0.61f, 1.53f};
+      if (choice == 1) return {64, 64, 4, 1, 4, 1.5f, 0.38f, 1.20f};
+      if (choice == 2) return {64, 128, 4, 1, 3, 1.5f, 0.72f, 1.80f};
+      if (choice == 3) return {64, 128, 8, 2, 2, 1.5f, 0.65f, 1.23f};
       break;
     case 64:
       // Scores fill the registers that the output leaves. 334 / 330; with 64 keys and three blocks
       // an SM 314 / 310.
-      if (choice == 0) return {128, 128, 4, 1, 2};
+      if (choice == 0) return {128, 128, 4, 1, 2, 2.0f, 1.99f, 3.32f};
+      if (choice == 1) return {64, 64, 4, 1, 4, 1.5f, 0.61f, 1.95f};
+      if (choice == 2) return {64, 128, 4, 1, 3, 1.5f, 1.17f, 2.93f};
+      if (choice == 3) return {64, 128, 8, 2, 2, 1.5f, 1.05f, 2.00f};
       break;
     case 96:
       // 360 / 336; with 96 keys 366 / 342, but spills, and 340 against 346 at 1024 tokens.
-      if (choice == 0) return {128, 64, 4, 1, 2};
+      if (choice == 0) return {128, 64, 4, 1, 2, 2.0f, 1.38f, 2.31f};
+      if (choice == 1) return {64, 64, 4, 1, 3, 1.5f, 0.85f, 2.04f};
+      if (choice == 2) return {64, 128, 4, 1, 3, 1.5f, 1.63f, 4.07f};
+      if (choice == 3) return {64, 128, 8, 2, 2, 1.5f, 1.46f, 2.78f};
       break;
     case 128:
       // Output 128 + scores 64 of 255 registers. 395 / 371; with 32 keys 373 / 350.
-      if (choice == 0) return {128, 64, 4, 1, 2};
+      if (choice == 0) return {128, 64, 4, 1, 2, 2.0f, 1.68f, 2.80f};
+      if (choice == 1) return {64, 64, 4, 1, 3, 1.5f, 1.03f, 2.47f};
+      if (choice == 2) return {64, 128, 4, 1, 2, 1.5f, 1.98f, 3.30f};
+      if (choice == 3) return {64, 128, 8, 2, 2, 1.5f, 1.77f, 3.38f};
       break;
     case 192:
       if (headdim_v == 128) {
         // 403 / 373; with 48 keys 401 / 369.
-        if (choice == 0) return {128, 64, 4, 1, 2};
+        if (choice == 0) return {128, 64, 4, 1, 2, 2.0f, 2.06f, 3.43f};
       } else {
         // 393 / 373; one warp for 16 queries 330 / 321.
-        if (choice == 0) return {128, 128, 8, 2, 1};
+        if (choice == 0) return {128, 128, 8, 2, 1, 2.0f, 4.23f};
         // 354 / 345. Two blocks fit an SM of an A100.
-        if (choice == 1) return {64, 64, 4, 2, 2};
+        if (choice == 1) return {64, 64, 4, 2, 2, 1.5f, 1.41f, 2.35f};
       }
       break;
     case 256:
       // 394 / 361; one warp for 16 queries 328 / 308.
-      if (choice == 0) return {128, 128, 8, 2, 1};
+      if (choice == 0) return {128, 128, 8, 2, 1, 2.0f, 5.62f};
       // 349 / 321.
-      if (choice == 1) return {128, 64, 8, 2, 1};
-      // 268 / 264 with one block an SM; teams with 32 keys, which fit as well, 199 / 201.
-      if (choice == 2) return {64, 64, 4, 1, 1};
+      if (choice == 1) return {128, 64, 8, 2, 1, 2.0f, 3.17f};
+      // 328 / 308. With one block an SM, all that 99 KB hold, 268 / 264; teams with 32 keys, which
+      // fit as well, 199 / 201.
+      if (choice == 2) return {64, 64, 4, 1, 2, 1.5f, 2.07f, 3.38f};
       break;
   }
   return {};
 }
 
-template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice = 0>
+constexpr int count_forward_tiles(int headdim, int headdim_v) {
+  int count = 0;
+  while (forward_tile(headdim, headdim_v, count).warps > 0) ++count;
+  return count;
+}
+
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice>
 struct ForwardConfig {
-  using Next = ForwardConfig<T_, kHeadDim_, kHeadDimV_, kFeatures_, kChoice + 1>;
-  static constexpr bool kIsLast = forward_tile(kHeadDim_, kHeadDimV_, kChoice + 1).warps == 0;
   using T = T_;
   static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kChoice);
   static constexpr FeatureSet kFeatures = kFeatures_;

@@ -4,7 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
+#include <utility>
 
 #include "common/mask.h"
 #include "host/cuda_check.h"
@@ -13,12 +16,12 @@
 #include "params.h"
 #include "sm80/clear_gaps.cuh"
 #include "sm80/forward_kernel.cuh"
-#include "sm80/tile_choice.h"
+#include "sm80/forward_plan.h"
 
 namespace flash::sm80 {
 
 template <typename Config>
-void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
+void launch_forward(ForwardParams params, cudaStream_t stream) {
   constexpr auto kKernel = forward_kernel<Config>;
 
   static std::atomic<uint64_t> devices{0};
@@ -44,23 +47,32 @@ void launch_forward_kernel(ForwardParams params, cudaStream_t stream) {
   }
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
-void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-  launch_with_fitting_tile<ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>(
-      params.shared_memory,
-      [&](auto config) { launch_forward_kernel<decltype(config)>(params, stream); });
-}
-
 template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct ForwardRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
   static constexpr uint32_t kTakes =
       features_of(kFeatures) | kCacheSlots | (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
-  static constexpr int kTiles = 1;
+  static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV);
 
-  static auto prepare(Params&, Workspaces&) {
-    return launch_forward<T, kHeadDim, kHeadDimV, kFeatures>;
+  static auto prepare(Params& params, Workspaces&) {
+    if (params.num_splits > 1) {
+      throw std::invalid_argument("num_splits: got " + std::to_string(params.num_splits) +
+                                  "; accepted by the sm80 forward: 0 or 1");
+    }
+    return choose_launcher(params, std::make_integer_sequence<int, kTiles>());
+  }
+
+ private:
+  template <int kChoice>
+  using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice>;
+
+  template <int... kChoices>
+  static auto choose_launcher(const Params& params, std::integer_sequence<int, kChoices...>) {
+    constexpr ForwardShape kShapes[] = {
+        {Config<kChoices>::kTile, Config<kChoices>::kSharedBytes}...};
+    constexpr void (*kLaunchers[])(Params, cudaStream_t) = {launch_forward<Config<kChoices>>...};
+    return kLaunchers[choose_forward_tile(params, kShapes)];
   }
 };
 
