@@ -13,37 +13,42 @@
 namespace flash::sm90 {
 namespace {
 
-// Microseconds that the merging of parts takes: once, and for each part of a tile of 128 columns.
-constexpr float kMergeTime = 2.2f;
-constexpr float kMergePartTime = 0.7f;
-
 constexpr int kMostSplits = 16;
 constexpr int kLeastSteps = 2;  // over the keys of a part
 
-// Microseconds on an H200, fitted to those that benchmarks/tiles.py measured.
+// Microseconds on an H200, fitted to what benchmarks/tiles.py measured.
 struct TileTimes {
   float ends;         // what comes before and after the steps of a tile
   float step;         // over a block of keys
   float shared_step;  // the same, if two streams share an SM
+  // Of the merging of a tile's parts: once, and for each part.
+  float merge, merge_part;
 };
 
 TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
+  const bool wide = tile.block_m == 192;
   switch (headdim) {
     case 64:
-      if (tile.streams == 2) return {1.28f, 0.64f, 1.00f};
-      return tile.block_m == 128 ? TileTimes{3.39f, 0.98f, 0} : TileTimes{6.34f, 1.09f, 0};
+      if (tile.streams == 2) return {2.97f, 0.50f, 0.86f, 2.05f, 0.20f};
+      return wide ? TileTimes{3.53f, 1.11f, 0, 2.05f, 0.20f}
+                  : TileTimes{2.97f, 0.99f, 0, 2.05f, 0.20f};
     case 96:
-      if (tile.streams == 2) return {1.69f, 0.45f, 1.13f};
-      return tile.block_m == 128 ? TileTimes{1.34f, 0.89f, 0} : TileTimes{2.59f, 1.22f, 0};
+      if (tile.streams == 2) return {1.77f, 0.53f, 1.05f, 2.48f, 0.40f};
+      return wide ? TileTimes{3.41f, 1.13f, 0, 2.48f, 0.40f}
+                  : TileTimes{2.11f, 0.95f, 0, 2.48f, 0.40f};
     case 128:
-      return tile.block_m == 128 ? TileTimes{2.46f, 1.44f, 0} : TileTimes{2.43f, 0.97f, 0};
+      return wide ? TileTimes{2.12f, 0.98f, 0, 2.02f, 0.97f}
+                  : TileTimes{2.17f, 1.45f, 0, 2.02f, 0.97f};
     case 192:
       if (headdim_v == 128) {
-        return tile.block_n == 64 ? TileTimes{3.84f, 0.83f, 0} : TileTimes{3.50f, 1.54f, 0};
+        return tile.block_n == 64 ? TileTimes{1.17f, 0.95f, 0, 1.55f, 1.21f}
+                                  : TileTimes{3.01f, 1.52f, 0, 1.55f, 1.21f};
       }
-      return tile.block_n == 64 ? TileTimes{1.79f, 1.05f, 0} : TileTimes{2.07f, 1.46f, 0};
+      return tile.block_n == 64 ? TileTimes{2.58f, 1.03f, 0, 2.72f, 1.11f}
+                                : TileTimes{3.25f, 1.38f, 0, 2.72f, 1.11f};
     default:
-      return tile.block_n == 64 ? TileTimes{3.33f, 1.31f, 0} : TileTimes{2.76f, 1.64f, 0};
+      return tile.block_n == 64 ? TileTimes{2.90f, 1.25f, 0, 4.09f, 1.14f}
+                                : TileTimes{3.75f, 1.62f, 0, 4.09f, 1.14f};
   }
 }
 
@@ -78,8 +83,7 @@ ForwardWork forward_work(const ForwardParams& params, FeatureSet features,
 }
 
 // Microseconds, beside those of a launch that does nothing.
-float predicted_time(const ForwardWork& work, const TileTimes& times, int streams, int splits,
-                     int headdim_v) {
+float predicted_time(const ForwardWork& work, const TileTimes& times, int streams, int splits) {
   const int64_t tiles = work.heads * splits * static_cast<int64_t>(work.steps.size());
   const int sms = multiprocessors();
   const bool shared = streams == 2 && tiles > sms;
@@ -93,7 +97,7 @@ float predicted_time(const ForwardWork& work, const TileTimes& times, int stream
   float time = makespan(all, shared ? 2 * sms : sms);
   if (splits > 1) {
     const float rounds = std::max(1.f, static_cast<float>(tiles) / sms);
-    time += kMergeTime + kMergePartTime * rounds * splits * headdim_v / 128;
+    time += times.merge + times.merge_part * rounds * splits;
   }
   return time;
 }
@@ -129,7 +133,7 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
                                ? splits == std::min(params.num_splits, kMostSplits)
                                : splits == 1 || may_divide(work, tile, splits);
       if (!allowed) continue;
-      const float time = predicted_time(work, times, tile.streams, splits, headdim_v);
+      const float time = predicted_time(work, times, tile.streams, splits);
       if (time < least) {
         least = time;
         best = {choice, splits};
