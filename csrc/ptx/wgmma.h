@@ -113,7 +113,6 @@ __device__ inline void wgmma_wait(float (&d)[kTiles][4]) {
 
 FLASH_WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30)
 FLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
-FLASH_WGMMA(80, 5, 40, 41, 42, 43, 44, 45, 46)
 FLASH_WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)
 FLASH_WGMMA(128, 8, 64, 65, 66, 67, 68, 69, 70)
 FLASH_WGMMA(192, 12, 96, 97, 98, 99, 100, 101, 102)

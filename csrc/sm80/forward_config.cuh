@@ -32,59 +32,50 @@ struct ForwardTile {
 //
 // Small work: 64 queries make twice as many thread blocks, and 16 queries a warp, or a team, keep
 // all tensor cores of an SM busy with one of them.
-//
-// PLACEHOLDERS: all times. A step takes the floating-point operations over those TFLOP/s / 132, of
-// shapes for small work 15 % longer, times blocks_per_sm; alone about 1.2 times that of one.
 constexpr ForwardTile forward_tile(int headdim, int headdim_v, int choice) {
   switch (headdim) {
     case 32:
       // 271 / 256; 128 keys, two blocks an SM 253 / 236; four blocks spill, 261 / 247.
-      if (choice == 0) return {128, 64, 4, 1, 3, 2.0f, 0.61f, 1.53f};
-      if (choice == 1) return {64, 64, 4, 1, 4, 1.5f, 0.38f, 1.20f};
-      if (choice == 2) return {64, 128, 4, 1, 3, 1.5f, 0.72f, 1.80f};
-      if (choice == 3) return {64, 128, 8, 2, 2, 1.5f, 0.65f, 1.23f};
+      if (choice == 0) return {128, 64, 4, 1, 3};
       break;
     case 64:
       // Scores fill the registers that the output leaves. 334 / 330; with 64 keys and three blocks
       // an SM 314 / 310.
-      if (choice == 0) return {128, 128, 4, 1, 2, 2.0f, 1.99f, 3.32f};
-      if (choice == 1) return {64, 64, 4, 1, 4, 1.5f, 0.61f, 1.95f};
-      if (choice == 2) return {64, 128, 4, 1, 3, 1.5f, 1.17f, 2.93f};
-      if (choice == 3) return {64, 128, 8, 2, 2, 1.5f, 1.05f, 2.00f};
+      if (choice == 0) return {128, 128, 4, 1, 2, 1.16f, 1.99f, 3.16f};
+      if (choice == 1) return {64, 64, 4, 1, 4, 0.61f, 0.68f, 1.90f};
+      if (choice == 2) return {64, 128, 4, 1, 3, 1.03f, 0.61f, 2.81f};
       break;
     case 96:
       // 360 / 336; with 96 keys 366 / 342, but spills, and 340 against 346 at 1024 tokens.
-      if (choice == 0) return {128, 64, 4, 1, 2, 2.0f, 1.38f, 2.31f};
-      if (choice == 1) return {64, 64, 4, 1, 3, 1.5f, 0.85f, 2.04f};
-      if (choice == 2) return {64, 128, 4, 1, 3, 1.5f, 1.63f, 4.07f};
-      if (choice == 3) return {64, 128, 8, 2, 2, 1.5f, 1.46f, 2.78f};
+      if (choice == 0) return {128, 64, 4, 1, 2, 2.15f, 1.22f, 2.06f};
+      if (choice == 1) return {64, 64, 4, 1, 3, 0.69f, 1.02f, 2.02f};
+      if (choice == 2) return {64, 128, 4, 1, 3, 0.77f, 1.69f, 3.80f};
       break;
     case 128:
       // Output 128 + scores 64 of 255 registers. 395 / 371; with 32 keys 373 / 350.
-      if (choice == 0) return {128, 64, 4, 1, 2, 2.0f, 1.68f, 2.80f};
-      if (choice == 1) return {64, 64, 4, 1, 3, 1.5f, 1.03f, 2.47f};
-      if (choice == 2) return {64, 128, 4, 1, 2, 1.5f, 1.98f, 3.30f};
-      if (choice == 3) return {64, 128, 8, 2, 2, 1.5f, 1.77f, 3.38f};
+      if (choice == 0) return {128, 64, 4, 1, 2, 1.75f, 1.76f, 2.56f};
+      if (choice == 1) return {64, 64, 4, 1, 3, 0.29f, 1.15f, 2.48f};
+      if (choice == 2) return {64, 128, 4, 1, 2, 0.55f, 1.67f, 3.25f};
       break;
     case 192:
       if (headdim_v == 128) {
         // 403 / 373; with 48 keys 401 / 369.
-        if (choice == 0) return {128, 64, 4, 1, 2, 2.0f, 2.06f, 3.43f};
+        if (choice == 0) return {128, 64, 4, 1, 2, 1.02f, 1.96f, 3.38f};
       } else {
         // 393 / 373; one warp for 16 queries 330 / 321.
-        if (choice == 0) return {128, 128, 8, 2, 1, 2.0f, 4.23f};
+        if (choice == 0) return {128, 128, 8, 2, 1, 3.45f, 3.90f};
         // 354 / 345. Two blocks fit an SM of an A100.
-        if (choice == 1) return {64, 64, 4, 2, 2, 1.5f, 1.41f, 2.35f};
+        if (choice == 1) return {64, 64, 4, 2, 2, 2.15f, 1.55f, 2.34f};
       }
       break;
     case 256:
       // 394 / 361; one warp for 16 queries 328 / 308.
-      if (choice == 0) return {128, 128, 8, 2, 1, 2.0f, 5.62f};
+      if (choice == 0) return {128, 128, 8, 2, 1, 5.57f, 5.06f};
       // 349 / 321.
-      if (choice == 1) return {128, 64, 8, 2, 1, 2.0f, 3.17f};
+      if (choice == 1) return {128, 64, 8, 2, 1, 4.68f, 3.02f};
       // 328 / 308. With one block an SM, all that 99 KB hold, 268 / 264; teams with 32 keys, which
       // fit as well, 199 / 201.
-      if (choice == 2) return {64, 64, 4, 1, 2, 1.5f, 2.07f, 3.38f};
+      if (choice == 2) return {64, 64, 4, 1, 2, 1.89f, 1.93f, 3.45f};
       break;
   }
   return {};

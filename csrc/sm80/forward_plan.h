@@ -12,6 +12,7 @@
 
 #include "host/launch.h"
 #include "host/makespan.h"
+#include "host/mean_sequence.h"
 #include "params.h"
 #include "sm80/forward_config.cuh"
 #include "sm80/tile_choice.h"
@@ -23,23 +24,13 @@ struct ForwardShape {
   size_t shared_bytes;
 };
 
-// Of each block of queries of a sequence, the last first, the steps over the keys that it sees. Of
-// packed sequences as if all had the mean length.
+// Of each block of queries of a sequence, the last first, the steps over the keys that it sees.
 inline std::vector<int> steps_of_blocks(const ForwardParams& params, const ForwardTile& tile) {
-  const auto mean = [&](const int* cu_seqlens, int total, int longest) {
-    return cu_seqlens == nullptr ? longest : std::min((total - 1) / params.batch + 1, longest);
-  };
-  const int64_t queries = mean(params.cu_seqlens_q, params.total_q, params.seqlen_q);
-  const int64_t keys = mean(params.cu_seqlens_k, params.total_k, params.seqlen_k);
+  const MeanSequence sequence(params);
+  const int rows = tile.block_m;
   std::vector<int> all;
-  for (int64_t m = (queries - 1) / tile.block_m * tile.block_m; m >= 0; m -= tile.block_m) {
-    const int64_t first = m + keys - queries;
-    const int64_t last = std::min(m + tile.block_m, queries) - 1 + keys - queries;
-    const int64_t begin = params.window_left < 0 ? 0 : std::max(first - params.window_left, {});
-    const int64_t end =
-        params.window_right < 0 ? keys : std::min(keys, last + params.window_right + 1);
-    const int64_t steps = begin < end ? (end - 1) / tile.block_n - begin / tile.block_n + 1 : 0;
-    all.push_back(static_cast<int>(steps));
+  for (int64_t first = (sequence.queries() - 1) / rows * rows; first >= 0; first -= rows) {
+    all.push_back(static_cast<int>(sequence.steps(first, first + rows, tile.block_n)));
   }
   return all;
 }

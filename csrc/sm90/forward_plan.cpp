@@ -7,6 +7,7 @@
 
 #include "host/launch.h"
 #include "host/makespan.h"
+#include "host/mean_sequence.h"
 #include "kernel.h"
 #include "sm90/forward_tile.h"
 
@@ -16,97 +17,137 @@ namespace {
 constexpr int kMostSplits = 16;
 constexpr int kLeastSteps = 2;  // over the keys of a part
 
+// A figure for a GPU with a few tiles, and for one that has a tile for each SM or more: memory is
+// busier then, and clocks are lower.
+struct ByLoad {
+  float idle, busy;
+  float at(float load) const { return idle + (busy - idle) * load; }
+};
+
 // Microseconds on an H200, fitted to what benchmarks/tiles.py measured.
 struct TileTimes {
-  float ends;         // what comes before and after the steps of a tile
-  float step;         // over a block of keys
+  ByLoad ends;        // what comes before and after the steps of a tile
+  ByLoad step;        // over a block of keys
   float shared_step;  // the same, if two streams share an SM
-  // Of the merging of a tile's parts: once, and for each part.
-  float merge, merge_part;
+};
+
+// Of a head dim, whatever the tile shape.
+struct HeadDimTimes {
+  float unused;             // part of a step that is saved if no warpgroup has queries
+  float skipped;            // part of a step that is saved if no warpgroup sees the block of keys
+  float merge, merge_part;  // microseconds, of the merging of a tile's parts: once, and for each
 };
 
 TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
   const bool wide = tile.block_m == 192;
   switch (headdim) {
     case 64:
-      if (tile.streams == 2) return {2.97f, 0.50f, 0.86f, 2.05f, 0.20f};
-      return wide ? TileTimes{3.53f, 1.11f, 0, 2.05f, 0.20f}
-                  : TileTimes{2.97f, 0.99f, 0, 2.05f, 0.20f};
+      if (tile.streams == 2) return {{1.11f, 2.70f}, {0.53f, 0.62f}, 0.88f};
+      return wide ? TileTimes{{2.20f, 2.91f}, {1.26f, 1.26f}, 0}
+                  : TileTimes{{1.52f, 2.16f}, {1.09f, 1.09f}, 0};
     case 96:
-      if (tile.streams == 2) return {1.77f, 0.53f, 1.05f, 2.48f, 0.40f};
-      return wide ? TileTimes{3.41f, 1.13f, 0, 2.48f, 0.40f}
-                  : TileTimes{2.11f, 0.95f, 0, 2.48f, 0.40f};
+      if (tile.streams == 2) return {{0.83f, 3.00f}, {0.52f, 0.52f}, 0.97f};
+      return wide ? TileTimes{{2.18f, 5.25f}, {0.96f, 0.96f}, 0}
+                  : TileTimes{{1.20f, 2.11f}, {0.95f, 0.95f}, 0};
     case 128:
-      return wide ? TileTimes{2.12f, 0.98f, 0, 2.02f, 0.97f}
-                  : TileTimes{2.17f, 1.45f, 0, 2.02f, 0.97f};
+      return wide ? TileTimes{{1.77f, 3.19f}, {0.97f, 0.97f}, 0}
+                  : TileTimes{{1.56f, 2.57f}, {1.43f, 1.43f}, 0};
     case 192:
       if (headdim_v == 128) {
-        return tile.block_n == 64 ? TileTimes{1.17f, 0.95f, 0, 1.55f, 1.21f}
-                                  : TileTimes{3.01f, 1.52f, 0, 1.55f, 1.21f};
+        return tile.block_n == 64 ? TileTimes{{0.99f, 1.78f}, {0.66f, 1.02f}, 0}
+                                  : TileTimes{{1.72f, 2.26f}, {1.65f, 1.65f}, 0};
       }
-      return tile.block_n == 64 ? TileTimes{2.58f, 1.03f, 0, 2.72f, 1.11f}
-                                : TileTimes{3.25f, 1.38f, 0, 2.72f, 1.11f};
+      return tile.block_n == 64 ? TileTimes{{1.76f, 3.57f}, {0.88f, 1.04f}, 0}
+                                : TileTimes{{1.86f, 5.20f}, {1.34f, 1.34f}, 0};
     default:
-      return tile.block_n == 64 ? TileTimes{2.90f, 1.25f, 0, 4.09f, 1.14f}
-                                : TileTimes{3.75f, 1.62f, 0, 4.09f, 1.14f};
+      return {{1.74f, 4.61f}, {1.19f, 1.19f}, 0};
   }
 }
 
-// What a launch has to do: the blocks of queries of a sequence, the last first, each with the steps
-// over the keys that it sees. Of packed sequences as if all had the mean length.
+HeadDimTimes headdim_times(int headdim, int headdim_v) {
+  switch (headdim) {
+    case 64:
+      return {0.33f, 0.31f, 1.99f, 0.22f};
+    case 96:
+      return {0.21f, 0.11f, 2.48f, 0.27f};
+    case 128:
+      return {0.70f, 0.82f, 1.84f, 0.92f};
+    case 192:
+      return headdim_v == 128 ? HeadDimTimes{0.02f, 0.03f, 2.23f, 0.47f}
+                              : HeadDimTimes{0.56f, 0.03f, 2.69f, 0.60f};
+    default:
+      return {0.54f, 0.56f, 3.34f, 0.89f};
+  }
+}
+
+// A tile: one block of queries with the keys that it sees.
+struct TileWork {
+  int steps;         // over blocks of keys
+  float seen_steps;  // of these, what a warpgroup that has queries sees in the mean
+  float used;        // share of the warpgroups that have queries
+};
+
+// What a launch has to do: the blocks of queries of a sequence, the last first.
 struct ForwardWork {
   int64_t heads;  // of tiles, over all sequences
-  int64_t tiles;  // at most
-  std::vector<int> steps;
+  int64_t slots;  // places of tiles: there are no more
+  std::vector<TileWork> blocks;
+
+  int most_steps() const {
+    int most = 0;
+    for (const TileWork& block : blocks) most = std::max(most, block.steps);
+    return most;
+  }
 };
 
 ForwardWork forward_work(const ForwardParams& params, FeatureSet features,
                          const ForwardTile& tile) {
-  const auto mean = [&](const int* cu_seqlens, int total, int longest) {
-    return cu_seqlens == nullptr ? longest : std::min((total - 1) / params.batch + 1, longest);
-  };
-  const int64_t queries = mean(params.cu_seqlens_q, params.total_q, params.seqlen_q);
-  const int64_t keys = mean(params.cu_seqlens_k, params.total_k, params.seqlen_k);
+  const MeanSequence sequence(params);
   const int group = heads_in_tile(params, features, tile.block_m), rows = tile.block_m / group;
+  const int warpgroups = tile.block_m / 64;
   ForwardWork work{int64_t{params.batch} * params.nheads / group, 0, {}};
-  work.tiles = work.heads * ((params.seqlen_q + rows - 1) / rows);
+  work.slots = work.heads * ((params.seqlen_q + rows - 1) / rows);
+  const int64_t queries = sequence.queries();
   for (int64_t first = (queries - 1) / rows * rows; first >= 0; first -= rows) {
-    const int64_t position = first + keys - queries;
-    const int64_t last = std::min(first + rows, queries) - 1 + keys - queries;
-    const int64_t begin = params.window_left < 0 ? 0 : std::max(position - params.window_left, {});
-    const int64_t end =
-        params.window_right < 0 ? keys : std::min(keys, last + params.window_right + 1);
-    const int64_t blocks = begin < end ? (end - 1) / tile.block_n - begin / tile.block_n + 1 : 0;
-    work.steps.push_back(static_cast<int>(blocks));
+    int64_t seen = 0;
+    int used = 0;
+    for (int i = 0; i < warpgroups && first + i * 64 / group < queries; ++i, ++used) {
+      seen += sequence.steps(first, first + (i * 64 + 63) / group + 1, tile.block_n);
+    }
+    work.blocks.push_back({static_cast<int>(sequence.steps(first, first + rows, tile.block_n)),
+                           static_cast<float>(seen) / used, static_cast<float>(used) / warpgroups});
   }
   return work;
 }
 
 // Microseconds, beside those of a launch that does nothing.
-float predicted_time(const ForwardWork& work, const TileTimes& times, int streams, int splits) {
-  const int64_t tiles = work.heads * splits * static_cast<int64_t>(work.steps.size());
+float predicted_time(const ForwardWork& work, const TileTimes& times, const HeadDimTimes& all,
+                     int streams, int splits) {
+  const int64_t count = work.heads * splits;
+  const int64_t tiles = count * static_cast<int64_t>(work.blocks.size());
   const int sms = multiprocessors();
   const bool shared = streams == 2 && tiles > sms;
-  const float step = shared ? times.shared_step : times.step;
-  std::vector<Work> all;
-  all.reserve(work.steps.size());
-  for (const int steps : work.steps) {
-    const int of_part = (steps + splits - 1) / splits;
-    all.push_back({work.heads * splits, times.ends + static_cast<float>(of_part) * step});
+  const float load = std::min(1.f, static_cast<float>(tiles) / sms);
+  const float step = shared ? times.shared_step : times.step.at(load);
+  std::vector<Work> pieces;
+  pieces.reserve(work.blocks.size());
+  for (const TileWork& tile : work.blocks) {
+    const float steps = (tile.steps + splits - 1) / splits, seen = tile.seen_steps / splits;
+    const float whole = steps - all.skipped * (steps - seen);
+    pieces.push_back(
+        {count, times.ends.at(load) + whole * step * (1 - all.unused * (1 - tile.used))});
   }
-  float time = makespan(all, shared ? 2 * sms : sms);
-  if (splits > 1) {
-    const float rounds = std::max(1.f, static_cast<float>(tiles) / sms);
-    time += times.merge + times.merge_part * rounds * splits;
-  }
-  return time;
+  const float time = makespan(pieces, shared ? 2 * sms : sms);
+  if (splits == 1) return time;
+  const float rounds = std::max(1.f, static_cast<float>(tiles) / sms);
+  return time + all.merge + all.merge_part * splits * rounds;
 }
 
 // Whether a part has enough of the keys, and few enough parts are merged at the same time.
 bool may_divide(const ForwardWork& work, const ForwardTile& tile, int splits) {
-  const int most_steps = *std::max_element(work.steps.begin(), work.steps.end());
-  return most_steps >= kLeastSteps * splits && work.tiles * splits <= 2 * multiprocessors() &&
-         1 + work.tiles * tile.block_m / 16 <= kKeptZero;
+  return work.most_steps() >= kLeastSteps * splits &&
+         work.slots * splits <= 2 * multiprocessors() &&
+         1 + work.slots * tile.block_m / 16 <= kKeptZero;
 }
 
 }  // namespace
@@ -121,6 +162,10 @@ int heads_in_tile(const ForwardParams& params, FeatureSet features, int block_m)
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
                          int headdim_v) {
   const int tiles = count_forward_tiles(headdim, headdim_v, features);
+  const HeadDimTimes all = headdim_times(headdim, headdim_v);
+  const bool given = params.num_splits > 0;
+  const int least_splits = given ? params.num_splits : 1;
+  const int most_splits = given ? params.num_splits : kMostSplits;
   ForwardPlan best{0, 1};
   float least = INFINITY;
   for (int choice = 0; choice < tiles; ++choice) {
@@ -128,12 +173,9 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
     const ForwardTile tile = forward_tile(headdim, headdim_v, features, choice);
     const TileTimes times = tile_times(headdim, headdim_v, tile);
     const ForwardWork work = forward_work(params, features, tile);
-    for (int splits = 1; splits <= kMostSplits; ++splits) {
-      const bool allowed = params.num_splits > 0
-                               ? splits == std::min(params.num_splits, kMostSplits)
-                               : splits == 1 || may_divide(work, tile, splits);
-      if (!allowed) continue;
-      const float time = predicted_time(work, times, tile.streams, splits);
+    for (int splits = least_splits; splits <= most_splits; ++splits) {
+      if (!given && splits > 1 && !may_divide(work, tile, splits)) continue;
+      const float time = predicted_time(work, times, all, tile.streams, splits);
       if (time < least) {
         least = time;
         best = {choice, splits};

@@ -46,7 +46,6 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
       break;
     default:
       if (choice == 0) return {128, 64, 2, 1};
-      if (choice == 1 && plain) return {128, 80, 2, 1};
       break;
   }
   return {};
