@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "host/known_sequences.h"
 #include "host/launch.h"
 #include "host/makespan.h"
-#include "host/mean_sequence.h"
 #include "params.h"
 #include "sm80/forward_config.cuh"
 #include "sm80/tile_choice.h"
@@ -24,35 +24,41 @@ struct ForwardShape {
   size_t shared_bytes;
 };
 
-// Of each block of queries of a sequence, the last first, the steps over the keys that it sees.
-inline std::vector<int> steps_of_blocks(const ForwardParams& params, const ForwardTile& tile) {
-  const MeanSequence sequence(params);
-  const int rows = tile.block_m;
-  std::vector<int> all;
-  for (int64_t first = (sequence.queries() - 1) / rows * rows; first >= 0; first -= rows) {
-    all.push_back(static_cast<int>(sequence.steps(first, first + rows, tile.block_n)));
-  }
-  return all;
-}
-
 // Microseconds on an H200, beside those of a launch that does nothing. At most `fitting` thread
 // blocks run on an SM at once.
 inline float predicted_time(const ForwardParams& params, const ForwardTile& tile, int fitting) {
-  const std::vector<int> steps = steps_of_blocks(params, tile);
-  const int64_t blocks = int64_t{params.batch} * params.nheads * static_cast<int64_t>(steps.size());
+  const std::vector<KnownSequences> sequences = known_sequences(params);
+  int64_t blocks = 0;
+  for (const KnownSequences& x : sequences) {
+    blocks += x.count() * params.nheads * ((x.queries() - 1) / tile.block_m + 1);
+  }
   const int sms = multiprocessors();
   const int on_sm = static_cast<int>(std::min<int64_t>((blocks - 1) / sms + 1, fitting));
   float step = tile.step;  // the more thread blocks, the longer
   if (on_sm > 1) step += (tile.shared_step - step) * (on_sm - 1) / (tile.blocks_per_sm - 1);
   const int workers = sms * on_sm;
   // The grid has one sequence after the other; of many thread blocks the order matters little.
-  const int sequences = blocks > int64_t{kManyPieces} * workers ? 1 : params.batch;
+  const bool in_order = blocks <= int64_t{kManyPieces} * workers;
+  // If all run at once, a long one has more of its SM when its neighbours are done.
+  float most_shared = INFINITY;
+  if (blocks <= workers) {
+    most_shared = 0.f;
+    for (const KnownSequences& x : sequences) {
+      for (int64_t first = 0; first < x.queries(); first += tile.block_m) {
+        const auto steps = static_cast<float>(x.steps(first, first + tile.block_m, tile.block_n));
+        most_shared += steps * x.count() * params.nheads / blocks;
+      }
+    }
+  }
   std::vector<Work> all;
-  all.reserve(sequences * steps.size());
-  for (int i = 0; i < sequences; ++i) {
-    for (const int count : steps) {
-      all.push_back({int64_t{params.batch} / sequences * params.nheads,
-                     tile.ends + static_cast<float>(count) * step});
+  for (const KnownSequences& x : sequences) {
+    for (int64_t i = 0; i < (in_order ? x.count() : 1); ++i) {
+      const int64_t rows = tile.block_m, heads = params.nheads * (in_order ? 1 : x.count());
+      for (int64_t first = (x.queries() - 1) / rows * rows; first >= 0; first -= rows) {
+        const auto steps = static_cast<float>(x.steps(first, first + rows, tile.block_n));
+        const float shared = std::min(steps, most_shared);
+        all.push_back({heads, tile.ends + (steps - shared) * tile.step + shared * step});
+      }
     }
   }
   return makespan(all, workers);

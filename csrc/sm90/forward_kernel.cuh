@@ -188,7 +188,7 @@ struct Producer {
       const int part = ptx::opaque(lane);
       load_box(shared.q[stage] + lane * Config::kBlockM * kBoxCols<T>, maps.q, full, part,
                ptx::opaque(tile.head) % schedule.heads_of_kv, sequence.q_first + m_begin,
-               tile.head / schedule.heads_of_kv, sequence.q_batch);
+               tile.head_kv, sequence.q_batch);
     }
   }
 
@@ -198,8 +198,7 @@ struct Producer {
                             const Sequence& sequence, int n) {
     const BlockTable table{params.block_table, params.block_table_stride, params.page_size,
                            params.slots_k, params.seqlen_k};
-    const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first,
-                            tile.head / schedule.heads_of_kv, table};
+    const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first, tile.head_kv, table};
     load_rows<Config::kBlockN, kCols>(block, map, full, rows, n, schedule.key_box_rows, lane);
   }
 };
@@ -376,9 +375,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   constexpr int kBlockN = Config::kBlockN;
   // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1;
-  // Beside the last matmul. (With two streams the full set has no registers for code that does it
-  // at several places.)
-  constexpr bool kFinishEarly = !(kFull && Config::kStreams == 2);
+  // Beside the last matmul; with two streams, whose warps have few registers, behind it: code that
+  // does it at several places would spill.
+  constexpr bool kFinishEarly = Config::kStreams == 1;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 

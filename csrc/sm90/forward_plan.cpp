@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "host/known_sequences.h"
 #include "host/launch.h"
 #include "host/makespan.h"
-#include "host/mean_sequence.h"
 #include "kernel.h"
 #include "sm90/forward_tile.h"
 
@@ -42,12 +42,12 @@ TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
   const bool wide = tile.block_m == 192;
   switch (headdim) {
     case 64:
-      if (tile.streams == 2) return {{1.11f, 2.70f}, {0.53f, 0.62f}, 0.88f};
-      return wide ? TileTimes{{2.20f, 2.91f}, {1.26f, 1.26f}, 0}
-                  : TileTimes{{1.52f, 2.16f}, {1.09f, 1.09f}, 0};
+      if (tile.streams == 2) return {{0.94f, 2.85f}, {0.49f, 0.62f}, 0.85f};
+      return wide ? TileTimes{{2.12f, 3.14f}, {1.16f, 1.22f}, 0}
+                  : TileTimes{{1.58f, 2.36f}, {1.00f, 1.00f}, 0};
     case 96:
-      if (tile.streams == 2) return {{0.83f, 3.00f}, {0.52f, 0.52f}, 0.97f};
-      return wide ? TileTimes{{2.18f, 5.25f}, {0.96f, 0.96f}, 0}
+      if (tile.streams == 2) return {{0.66f, 2.49f}, {0.56f, 0.58f}, 1.07f};
+      return wide ? TileTimes{{1.81f, 3.93f}, {1.20f, 1.20f}, 0}
                   : TileTimes{{1.20f, 2.11f}, {0.95f, 0.95f}, 0};
     case 128:
       return wide ? TileTimes{{1.77f, 3.19f}, {0.97f, 0.97f}, 0}
@@ -67,9 +67,9 @@ TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
 HeadDimTimes headdim_times(int headdim, int headdim_v) {
   switch (headdim) {
     case 64:
-      return {0.33f, 0.31f, 1.99f, 0.22f};
+      return {0.22f, 0.21f, 2.02f, 0.12f};
     case 96:
-      return {0.21f, 0.11f, 2.48f, 0.27f};
+      return {0.48f, 0.43f, 2.39f, 0.41f};
     case 128:
       return {0.70f, 0.82f, 1.84f, 0.92f};
     case 192:
@@ -80,62 +80,60 @@ HeadDimTimes headdim_times(int headdim, int headdim_v) {
   }
 }
 
-// A tile: one block of queries with the keys that it sees.
+// Tiles alike: a block of queries with the keys that it sees, of all heads of sequences alike.
 struct TileWork {
+  int64_t count;
   int steps;         // over blocks of keys
   float seen_steps;  // of these, what a warpgroup that has queries sees in the mean
   float used;        // share of the warpgroups that have queries
 };
 
-// What a launch has to do: the blocks of queries of a sequence, the last first.
-struct ForwardWork {
-  int64_t heads;  // of tiles, over all sequences
-  int64_t slots;  // places of tiles: there are no more
-  std::vector<TileWork> blocks;
-
-  int most_steps() const {
-    int most = 0;
-    for (const TileWork& block : blocks) most = std::max(most, block.steps);
-    return most;
-  }
-};
-
-ForwardWork forward_work(const ForwardParams& params, FeatureSet features,
-                         const ForwardTile& tile) {
-  const MeanSequence sequence(params);
-  const int group = heads_in_tile(params, features, tile.block_m), rows = tile.block_m / group;
-  const int warpgroups = tile.block_m / 64;
-  ForwardWork work{int64_t{params.batch} * params.nheads / group, 0, {}};
-  work.slots = work.heads * ((params.seqlen_q + rows - 1) / rows);
-  const int64_t queries = sequence.queries();
-  for (int64_t first = (queries - 1) / rows * rows; first >= 0; first -= rows) {
-    int64_t seen = 0;
-    int used = 0;
-    for (int i = 0; i < warpgroups && first + i * 64 / group < queries; ++i, ++used) {
-      seen += sequence.steps(first, first + (i * 64 + 63) / group + 1, tile.block_n);
+// What a launch has to do; of a sequence the last blocks of queries come first.
+std::vector<TileWork> forward_work(const ForwardParams& params, int group,
+                                   const ForwardTile& tile) {
+  const int rows = tile.block_m / group, warpgroups = tile.block_m / 64;
+  std::vector<TileWork> all;
+  for (const KnownSequences& sequences : known_sequences(params)) {
+    const int64_t queries = sequences.queries(), heads = params.nheads / group;
+    for (int64_t first = (queries - 1) / rows * rows; first >= 0; first -= rows) {
+      int64_t seen = 0;
+      int used = 0;
+      for (int i = 0; i < warpgroups && first + i * 64 / group < queries; ++i, ++used) {
+        seen += sequences.steps(first, first + (i * 64 + 63) / group + 1, tile.block_n);
+      }
+      all.push_back({sequences.count() * heads,
+                     static_cast<int>(sequences.steps(first, first + rows, tile.block_n)),
+                     static_cast<float>(seen) / used, static_cast<float>(used) / warpgroups});
     }
-    work.blocks.push_back({static_cast<int>(sequence.steps(first, first + rows, tile.block_n)),
-                           static_cast<float>(seen) / used, static_cast<float>(used) / warpgroups});
   }
-  return work;
+  return all;
 }
 
 // Microseconds, beside those of a launch that does nothing.
-float predicted_time(const ForwardWork& work, const TileTimes& times, const HeadDimTimes& all,
-                     int streams, int splits) {
-  const int64_t count = work.heads * splits;
-  const int64_t tiles = count * static_cast<int64_t>(work.blocks.size());
+float predicted_time(const std::vector<TileWork>& work, const TileTimes& times,
+                     const HeadDimTimes& all, int streams, int splits) {
+  int64_t tiles = 0;
+  for (const TileWork& tile : work) tiles += tile.count * splits;
   const int sms = multiprocessors();
   const bool shared = streams == 2 && tiles > sms;
   const float load = std::min(1.f, static_cast<float>(tiles) / sms);
-  const float step = shared ? times.shared_step : times.step.at(load);
-  std::vector<Work> pieces;
-  pieces.reserve(work.blocks.size());
-  for (const TileWork& tile : work.blocks) {
+  const auto steps_of = [&](const TileWork& tile) {
     const float steps = (tile.steps + splits - 1) / splits, seen = tile.seen_steps / splits;
-    const float whole = steps - all.skipped * (steps - seen);
-    pieces.push_back(
-        {count, times.ends.at(load) + whole * step * (1 - all.unused * (1 - tile.used))});
+    return (steps - all.skipped * (steps - seen)) * (1 - all.unused * (1 - tile.used));
+  };
+  // If no stream takes a second tile, a long one has the SM to itself when its neighbour is done.
+  float most_shared = INFINITY;
+  if (shared && tiles <= 2 * sms) {
+    most_shared = 0.f;
+    for (const TileWork& tile : work) most_shared += steps_of(tile) * tile.count * splits / tiles;
+  }
+  std::vector<Work> pieces;
+  pieces.reserve(work.size());
+  for (const TileWork& tile : work) {
+    const float steps = steps_of(tile);
+    float time = times.ends.at(load) + steps * times.step.at(load);
+    if (shared) time += std::min(steps, most_shared) * (times.shared_step - times.step.busy);
+    pieces.push_back({tile.count * splits, time});
   }
   const float time = makespan(pieces, shared ? 2 * sms : sms);
   if (splits == 1) return time;
@@ -143,11 +141,14 @@ float predicted_time(const ForwardWork& work, const TileTimes& times, const Head
   return time + all.merge + all.merge_part * splits * rounds;
 }
 
-// Whether a part has enough of the keys, and few enough parts are merged at the same time.
-bool may_divide(const ForwardWork& work, const ForwardTile& tile, int splits) {
-  return work.most_steps() >= kLeastSteps * splits &&
-         work.slots * splits <= 2 * multiprocessors() &&
-         1 + work.slots * tile.block_m / 16 <= kKeptZero;
+// Whether parts have enough of the keys, and few enough of them are merged. slots: tiles that the
+// launch has at most
+bool may_divide(const std::vector<TileWork>& work, const ForwardTile& tile, int64_t slots,
+                int splits) {
+  int most_steps = 0;
+  for (const TileWork& x : work) most_steps = std::max(most_steps, x.steps);
+  return most_steps >= kLeastSteps * splits && slots * splits <= 2 * multiprocessors() &&
+         1 + slots * tile.block_m / 16 <= kKeptZero;
 }
 
 }  // namespace
@@ -172,9 +173,12 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
     if (params.tile >= 0 && choice != params.tile) continue;
     const ForwardTile tile = forward_tile(headdim, headdim_v, features, choice);
     const TileTimes times = tile_times(headdim, headdim_v, tile);
-    const ForwardWork work = forward_work(params, features, tile);
+    const int group = heads_in_tile(params, features, tile.block_m), rows = tile.block_m / group;
+    const int64_t slots =
+        int64_t{params.batch} * (params.nheads / group) * ((params.seqlen_q + rows - 1) / rows);
+    const std::vector<TileWork> work = forward_work(params, group, tile);
     for (int splits = least_splits; splits <= most_splits; ++splits) {
-      if (!given && splits > 1 && !may_divide(work, tile, splits)) continue;
+      if (!given && splits > 1 && !may_divide(work, tile, slots, splits)) continue;
       const float time = predicted_time(work, times, all, tile.streams, splits);
       if (time < least) {
         least = time;

@@ -28,7 +28,8 @@ struct TileSchedule {
 };
 
 struct alignas(16) Tile {
-  int block, head, part, batch;  // batch -1: no tile is left
+  int block, head, head_kv, batch;  // batch -1: no tile is left
+  int part;                         // of the keys
 };
 
 // Held by one warp; `ticket` is the same in all of its lanes. Blocks tells of the sequences:
@@ -68,8 +69,12 @@ class TileScheduler {
 
  private:
   __device__ Tile make_tile(int block, int head, int batch) const {
-    if (schedule_.splits == 1) return {block, head, 0, batch};
-    return {block, head / schedule_.splits, head % schedule_.splits, batch};
+    int part = 0;
+    if (schedule_.splits > 1) {
+      part = head % schedule_.splits;
+      head /= schedule_.splits;
+    }
+    return {block, head, head / schedule_.heads_of_kv, batch, part};
   }
   __device__ int heads() const { return schedule_.heads * schedule_.splits; }
 
