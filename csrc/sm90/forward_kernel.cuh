@@ -375,9 +375,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   constexpr int kBlockN = Config::kBlockN;
   // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1;
-  // Beside the last matmul; with two streams, whose warps have few registers, behind it: code that
-  // does it at several places would spill.
-  constexpr bool kFinishEarly = Config::kStreams == 1;
+  // Beside the last matmul, or behind it. Code that does it at several places would spill with two
+  // streams, whose warps have few registers; with the full set it is slower.
+  constexpr bool kFinishEarly = Config::kStreams == 1 && !kFull;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
