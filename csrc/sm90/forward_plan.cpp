@@ -92,7 +92,7 @@ struct TileWork {
 std::vector<TileWork> forward_work(const ForwardParams& params, int group,
                                    const ForwardTile& tile) {
   const int rows = tile.block_m / group, warpgroups = tile.block_m / 64;
-  std::vector<TileWork> all;
+  std::vector<TileWork> tiles;
   for (const KnownSequences& sequences : known_sequences(params)) {
     const int64_t queries = sequences.queries(), heads = params.nheads / group;
     for (int64_t first = (queries - 1) / rows * rows; first >= 0; first -= rows) {
@@ -101,17 +101,17 @@ std::vector<TileWork> forward_work(const ForwardParams& params, int group,
       for (int i = 0; i < warpgroups && first + i * 64 / group < queries; ++i, ++used) {
         seen += sequences.steps(first, first + (i * 64 + 63) / group + 1, tile.block_n);
       }
-      all.push_back({sequences.count() * heads,
-                     static_cast<int>(sequences.steps(first, first + rows, tile.block_n)),
-                     static_cast<float>(seen) / used, static_cast<float>(used) / warpgroups});
+      tiles.push_back({sequences.count() * heads,
+                       static_cast<int>(sequences.steps(first, first + rows, tile.block_n)),
+                       static_cast<float>(seen) / used, static_cast<float>(used) / warpgroups});
     }
   }
-  return all;
+  return tiles;
 }
 
 // Microseconds, beside those of a launch that does nothing.
 float predicted_time(const std::vector<TileWork>& work, const TileTimes& times,
-                     const HeadDimTimes& all, int streams, int splits) {
+                     const HeadDimTimes& common, int streams, int splits) {
   int64_t tiles = 0;
   for (const TileWork& tile : work) tiles += tile.count * splits;
   const int sms = multiprocessors();
@@ -119,7 +119,7 @@ float predicted_time(const std::vector<TileWork>& work, const TileTimes& times,
   const float load = std::min(1.f, static_cast<float>(tiles) / sms);
   const auto steps_of = [&](const TileWork& tile) {
     const float steps = (tile.steps + splits - 1) / splits, seen = tile.seen_steps / splits;
-    return (steps - all.skipped * (steps - seen)) * (1 - all.unused * (1 - tile.used));
+    return (steps - common.skipped * (steps - seen)) * (1 - common.unused * (1 - tile.used));
   };
   // If no stream takes a second tile, a long one has the SM to itself when its neighbour is done.
   float most_shared = INFINITY;
@@ -138,7 +138,7 @@ float predicted_time(const std::vector<TileWork>& work, const TileTimes& times,
   const float time = makespan(pieces, shared ? 2 * sms : sms);
   if (splits == 1) return time;
   const float rounds = std::max(1.f, static_cast<float>(tiles) / sms);
-  return time + all.merge + all.merge_part * splits * rounds;
+  return time + common.merge + common.merge_part * splits * rounds;
 }
 
 // Whether parts have enough of the keys, and few enough of them are merged. slots: tiles that the
@@ -163,7 +163,7 @@ int heads_in_tile(const ForwardParams& params, FeatureSet features, int block_m)
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
                          int headdim_v) {
   const int tiles = count_forward_tiles(headdim, headdim_v, features);
-  const HeadDimTimes all = headdim_times(headdim, headdim_v);
+  const HeadDimTimes common = headdim_times(headdim, headdim_v);
   const bool given = params.num_splits > 0;
   const int least_splits = given ? params.num_splits : 1;
   const int most_splits = given ? params.num_splits : kMostSplits;
@@ -179,7 +179,7 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
     const std::vector<TileWork> work = forward_work(params, group, tile);
     for (int splits = least_splits; splits <= most_splits; ++splits) {
       if (!given && splits > 1 && !may_divide(work, tile, slots, splits)) continue;
-      const float time = predicted_time(work, times, all, tile.streams, splits);
+      const float time = predicted_time(work, times, common, tile.streams, splits);
       if (time < least) {
         least = time;
         best = {choice, splits};
