@@ -197,7 +197,7 @@ def many_tiles_of_sequences(device: str, headdim: int = 128, **options: Any) -> 
 
 
 def long_sequences(device: str, headdim: int = 128, **options: Any) -> Attention:
-    """In the tiles for long ones; the last of each leaves warpgroups without queries."""
+    """The last tile of each leaves warpgroups without queries."""
     sizes = (16, 4, headdim)
     seqlens = [600, 530, 770], [400, 530, 790]
     return varlen(*seqlens, *sizes, dtype=torch.bfloat16, device=device, **options)
@@ -259,7 +259,7 @@ def test_each_tile(device, options, headdims):
 @pytest.mark.parametrize("splits", [2, 5, 16])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_divided_keys(device, options, splits, headdims):
-    """Dense, packed and cached sequences; more parts than blocks of keys, and none at all."""
+    """Dense and packed sequences; more parts than blocks of keys, and sequences without keys."""
     given = {"dtype": torch.bfloat16, "device": device}
     problems = [
         dense(2, 70, 900, 4, 2, *headdims, **given, **OPTIONS[options](2, 4, device)),

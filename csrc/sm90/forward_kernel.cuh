@@ -10,7 +10,7 @@
 // in `consume` hides the single keys (common/mask.h). Blocks are taken from the last to the first;
 // with ALiBi they start at the diagonal (key_blocks.cuh).
 // Where a tile needs few registers, a thread block works on two streams of tiles
-// (forward_config.cuh). Each has its own consumers, and one warp that schedules and loads.
+// (forward_tile.h). Each has its own consumers, and one warp that schedules and loads.
 // A warp that would be idle clears the rows of no sequence.
 //
 // NaN or Inf outside a sequence never reaches its result; of keys inside it that the mask hides

@@ -100,10 +100,11 @@ ForwardMaps make_maps(const ForwardParams& params, const ForwardSchedule& schedu
           keys(params.k, params.headdim), keys(params.v, params.headdim_v)};
 }
 
+using ForwardLauncher = std::function<void(const ForwardParams&, cudaStream_t)>;
+
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
-std::function<void(const ForwardParams&, cudaStream_t)> prepare_kernel(ForwardParams& params,
-                                                                       Workspaces& wanted) {
+ForwardLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   constexpr auto kKernel = forward_kernel<Config>;
   constexpr size_t kSharedBytes = Config::kStreams * sizeof(typename Config::SharedStorage);
   static std::atomic<uint64_t> devices{0};
@@ -160,8 +161,7 @@ struct ForwardRow {
 
  private:
   template <int kChoice>
-  static std::function<void(const ForwardParams&, cudaStream_t)> prepare_choice(
-      int choice, Params& params, Workspaces& wanted) {
+  static ForwardLauncher prepare_choice(int choice, Params& params, Workspaces& wanted) {
     if constexpr (kChoice + 1 < kTiles) {
       if (choice != kChoice) return prepare_choice<kChoice + 1>(choice, params, wanted);
     }

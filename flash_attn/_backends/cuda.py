@@ -421,8 +421,8 @@ def _lengths_in_pages(problem: Attention) -> Tensor:
 
 # (device, owner: see _C.zeros_owner) -> zeros, which the kernels of one owner leave as they were
 _kept_zeros: dict[tuple[int, int | None], Tensor] = {}
-_FIRST_SLOT = -1  # of CUDA graphs
-_DEFAULT_STREAM = _FIRST_SLOT - 2**31  # which needs no asking: it is never captured
+_FIRST_SLOT = -1  # of CUDA graphs; the others are below
+_DEFAULT_STREAM = -(2**31)  # below all slots; it needs no asking, as it is never captured
 
 
 def _kept_zero(device: int, stream: int) -> Tensor:
