@@ -80,6 +80,7 @@ KERNELS = tuple(
         ("sm80", "forward", HEADDIMS),
         ("sm80", "backward", HEADDIMS),
         ("sm90", "forward", HEADDIMS[1:]),
+        ("sm90", "backward", HEADDIMS[1:4]),
     )
     for dtype, headdims, features in product(CPP_DTYPES, all_headdims, CPP_FEATURES)
 )

@@ -147,14 +147,17 @@ struct BackwardParams : AttentionParams {
   float* dlse;   // like lse: the gradient that arrives through it; or null
   float* delta;  // like lse, written: rowsum(dout * out) - dlse
 
-  // dQ / softmax_scale, cleared by the kernels: (nheads, row_tiles, dim / 8, 4, 32) with dim that
-  // of the kernel. A row tile is 16 queries, kept as the accumulators of m16n8 (ptx/mma_sync.h);
-  // those of sequence b begin at dq_tile(b).
+  // dQ / softmax_scale, cleared by the kernels: (nheads, row_tiles, elements of a row tile). A row
+  // tile is 16 queries (sm80) or those of a step (sm90), kept in the order of accumulators; those
+  // of sequence b begin at dq_tile(b).
   float* dq_accum;
   int row_tiles;
-  // One counter for each (head, row tile), cleared too: whose turn it is to add. Null: no order,
-  // the result may differ in its last bits from run to run.
+  // One counter for each (head, row tile), cleared too: whose turn it is to add. Null:
+  // no order, the result may differ in its last bits from run to run.
   int* dq_turn;
+  // sm90: (nheads, row_tiles, 2, rows of a tile), see sm90/backward_rows.cuh.
+  float* row_statistics;
+  int* counters;  // sm90: (kKeptZero), the first hands out tiles
 };
 
 }  // namespace flash

@@ -19,7 +19,9 @@ TAKEN = {
     ("forward", "sm80"): ({"cache_slots"}, FULL | {"any_alignment"}),
     ("backward", "sm80"): (set(), FULL | {"any_alignment"}),
     ("forward", "sm90"): ({"cache_slots", "pages"}, FULL),
+    ("backward", "sm90"): (set(), FULL),
 }
+SM90_HEADDIMS = {"forward": HEADDIMS[1:], "backward": HEADDIMS[1:4]}
 ROWS = [
     cuda.Kernel(
         *kernel,
@@ -33,7 +35,7 @@ ROWS = [
     for (kernel, (always, full)), dtype, headdims, features in product(
         TAKEN.items(), ["fp16", "bf16"], HEADDIMS, ["plain", "full"]
     )
-    if (kernel[1], headdims) != ("sm90", (32, 32))
+    if kernel[1] != "sm90" or headdims in SM90_HEADDIMS[kernel[0]]
 ]
 SM80 = [row for row in ROWS if row.backend == "sm80"]
 Build = Callable[..., None]
@@ -191,7 +193,7 @@ def test_built_backends_of_a_device(build):
         build(ROWS, capability)
         assert _backends.available_backends("cuda:0") == [*expected, "tiled"]
         assert _backends.choose(problem()) == [*expected, "tiled"][0]
-        assert _backends.choose(problem(), "backward") == ("sm80" if expected else "tiled")
+        assert _backends.choose(problem(), "backward") == [*expected, "tiled"][0]
 
 
 def shifted(like: torch.Tensor) -> torch.Tensor:
@@ -227,11 +229,12 @@ def test_what_sm90_does_not_cover_goes_to_the_next(build):
                 _backends.choose(given)
 
 
-def test_forced_sm90_has_the_backward_of_sm80(build):
+def test_a_backward_that_forced_sm90_lacks_is_that_of_sm80(build):
     build(ROWS, (9, 0))
     with _backends.use_backend("sm90"):
-        assert _backends.choose(problem(), "backward") == "sm80"
+        assert _backends.choose(problem(), "backward") == "sm90"
         assert _backends.choose(problem(60), "backward") == "sm80"
+        assert _backends.choose(problem(256), "backward") == "sm80"
         with pytest.raises(NotImplementedError, match="^the sm90 backend has no backward kernel"):
             _backends.choose(problem(dtype=torch.float32), "backward")
     build(ROWS, (8, 0))

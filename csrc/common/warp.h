@@ -6,5 +6,8 @@ namespace flash {
 // x, which is the same in all lanes; the compiler learns so, and keeps what follows from it in the
 // warp's uniform registers.
 __device__ inline int warp_uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
+// The same for a condition. A vote does not wait behind the warp's memory accesses, as a shuffle
+// does.
+__device__ inline bool warp_uniform_condition(bool x) { return __any_sync(0xffffffff, x); }
 
 }  // namespace flash

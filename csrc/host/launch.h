@@ -28,7 +28,7 @@ void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& dev
 // Launches a kernel that calls ptx::wait_for_earlier_kernels: its thread blocks may start while the
 // stream's kernel before is ending.
 template <typename... Parameters, typename... Arguments>
-void launch_overlapping(void (*kernel)(Parameters...), int grid, int threads, size_t shared_bytes,
+void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
                         cudaStream_t stream, const char* call, const Arguments&... arguments) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;

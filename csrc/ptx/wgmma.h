@@ -17,11 +17,19 @@ namespace flash::ptx {
 // Matrices in shared memory lie in rows of 128 bytes, swizzled as cuTensorMapEncodeTiled does it.
 // For a K-major matrix (rows of k) `part_bytes` does not count; for an MN-major one it is the
 // distance from one 64 columns to the next.
-__device__ constexpr uint64_t wgmma_descriptor(uint32_t shared_address, uint32_t part_bytes) {
-  constexpr uint64_t kSwizzle128 = 1, kEightRows = 1024;
-  return kSwizzle128 << 62 | (kEightRows >> 4) << 32 | uint64_t{part_bytes >> 4} << 16 |
-         (shared_address & 0x3ffff) >> 4;
-}
+// The upper half is the same for all; `lower` and what is added to it, in units of 16 bytes, leaves
+// it alone, so that the compiler computes with 32 bits.
+struct WgmmaDescriptor {
+  uint32_t lower;
+
+  __device__ constexpr WgmmaDescriptor(uint32_t shared_address, uint32_t part_bytes)
+      : lower((part_bytes >> 4) << 16 | (shared_address & 0x3ffff) >> 4) {}
+
+  __device__ constexpr uint64_t operator+(uint32_t offset) const {
+    constexpr uint64_t kSwizzle128 = 1, kEightRows = 1024;
+    return kSwizzle128 << 62 | (kEightRows >> 4) << 32 | (lower + offset);
+  }
+};
 
 // PTX ISA, "Asynchronous wgmma Proxy Operations: wgmma.fence": before the first wgmma, and after
 // registers that one will read or write were written.
@@ -111,6 +119,7 @@ __device__ inline void wgmma_wait(float (&d)[kTiles][4]) {
   FLASH_WGMMA_OF(N, GROUPS, __half, "k16.f32.f16.f16", __VA_ARGS__) \
   FLASH_WGMMA_OF(N, GROUPS, __nv_bfloat16, "k16.f32.bf16.bf16", __VA_ARGS__)
 
+FLASH_WGMMA(32, 2, 16, 17, 18, 19, 20, 21, 22)
 FLASH_WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30)
 FLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
 FLASH_WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)

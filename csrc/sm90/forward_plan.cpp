@@ -42,9 +42,9 @@ TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
   const bool wide = tile.block_m == 192;
   switch (headdim) {
     case 64:
-      if (tile.streams == 2) return {{1.06f, 2.77f}, {0.51f, 0.60f}, 0.84f};
-      return wide ? TileTimes{{2.07f, 3.36f}, {1.22f, 1.23f}, 0}
-                  : TileTimes{{1.62f, 2.43f}, {1.05f, 1.10f}, 0};
+      if (tile.streams == 2) return {{0.73f, 2.94f}, {0.53f, 0.54f}, 0.83f};
+      return wide ? TileTimes{{1.85f, 3.39f}, {1.20f, 1.20f}, 0}
+                  : TileTimes{{1.66f, 2.33f}, {0.97f, 1.11f}, 0};
     case 96:
       if (tile.streams == 2) return {{0.66f, 2.49f}, {0.56f, 0.58f}, 1.07f};
       return wide ? TileTimes{{1.81f, 3.93f}, {1.20f, 1.20f}, 0}
@@ -67,7 +67,7 @@ TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
 HeadDimTimes headdim_times(int headdim, int headdim_v) {
   switch (headdim) {
     case 64:
-      return {0.25f, 0.22f, 2.05f, 0.15f};
+      return {0.32f, 0.29f, 1.92f, 0.15f};
     case 96:
       return {0.48f, 0.43f, 2.39f, 0.41f};
     case 128:

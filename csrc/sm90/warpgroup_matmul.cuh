@@ -23,10 +23,10 @@ constexpr int kWgmmaDepth = kWgmmaBytes / sizeof(T);
 template <typename T, int kRows>
 struct KMajor {
   static constexpr int kTrans = 0;
-  uint64_t descriptor;
+  ptx::WgmmaDescriptor descriptor;
 
   __device__ explicit KMajor(const T* tile, int row = 0)
-      : descriptor(ptx::wgmma_descriptor(shared_address(tile) + row * kPartRowBytes, 0)) {}
+      : descriptor(shared_address(tile) + row * kPartRowBytes, 0) {}
 
   // Of the kWgmmaDepth<T> columns of step k.
   __device__ uint64_t step(int k) const {
@@ -35,16 +35,18 @@ struct KMajor {
   }
 };
 
-// A whole tile as an operand. Products are summed over its rows. WGMMA takes it in 16 bits alone.
-// tile: (parts, kRows, kBoxCols<T>)
+// A tile as an operand, from column `col` on. Products are summed over its rows. WGMMA takes it in
+// 16 bits alone. tile: (parts, kRows, kBoxCols<T>)
 template <typename T, int kRows>
 struct MnMajor {
   static_assert(sizeof(T) == 2);
   static constexpr int kTrans = 1;
-  uint64_t descriptor;
+  ptx::WgmmaDescriptor descriptor;
 
-  __device__ explicit MnMajor(const T* tile)
-      : descriptor(ptx::wgmma_descriptor(shared_address(tile), kRows * kPartRowBytes)) {}
+  __device__ explicit MnMajor(const T* tile, int row = 0, int col = 0)
+      : descriptor(shared_address(tile + (col / kBoxCols<T> * kRows + row) * kBoxCols<T> +
+                                  col % kBoxCols<T>),
+                   kRows * kPartRowBytes) {}
 
   // Of the kWgmmaDepth<T> rows of step k.
   __device__ uint64_t step(int k) const {
@@ -52,16 +54,16 @@ struct MnMajor {
   }
 };
 
-// Starts D = A B.
+// Starts D = A B or, with kAccumulate, D += A B.
 // d: (64, kColTiles * 8), accumulators
 // a: KMajor, 64 rows of a tile (rows, kDepth)
 // b: KMajor, a tile (kColTiles * 8, kDepth), or MnMajor, a tile (kDepth, kColTiles * 8)
-template <typename T, int kDepth, int kColTiles, typename A, typename B>
+template <typename T, int kDepth, bool kAccumulate = false, int kColTiles, typename A, typename B>
 __device__ void start_multiply(float (&d)[kColTiles][4], const A& a, const B& b) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kDepth / kWgmmaDepth<T>; ++k) {
-    ptx::wgmma<B::kTrans>(d, a.step(k), b.step(k), k > 0, T());
+    ptx::wgmma<B::kTrans>(d, a.step(k), b.step(k), kAccumulate || k > 0, T());
   }
   ptx::wgmma_commit();
 }

@@ -23,8 +23,8 @@ def use_backend(name: str) -> AbstractContextManager[None]:
     ----------
     name : {"tiled", "sm80", "sm90"}
         ``tiled`` is PyTorch on any device; ``sm80`` the Ampere-class kernels (compute capability >=
-        8.0); ``sm90`` the Hopper kernels (9.0 alone). An operation without a kernel runs on the
-        next lesser backend: the backward of ``sm90`` is that of ``sm80``.
+        8.0); ``sm90`` the Hopper kernels (9.0 alone). A backward without a kernel runs on
+        the next lesser backend: for large head dims that of ``sm90`` is ``sm80``'s.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
 
 
 def _forced_backend(problem: Attention, forced: str, operation: str) -> str:
-    """``forced``, or if it lacks the operation the best of the lesser backends that have it."""
+    """``forced``, or for a backward that it lacks the best of the lesser backends that have it."""
     if forced == "tiled":
         return forced
     if problem.headdim > MAX_HEADDIM or problem.headdim_v > MAX_HEADDIM:
@@ -125,8 +125,10 @@ def _forced_backend(problem: Attention, forced: str, operation: str) -> str:
             f"the {forced} backend cannot run on {device}{built}; use_backend('tiled') does this"
         )
     lesser = BACKENDS[1 : BACKENDS.index(forced) + 1]
-    has_it = (x for x in _built_backends(device, operation) if x in lesser)
-    backend = next(has_it, forced)
+    has_it = [x for x in _built_backends(device, operation) if x in lesser]
+    backend = has_it[0] if has_it else forced
+    if operation == "backward":
+        backend = next((x for x in has_it if _covers(x, problem, operation)), backend)
     if reason := cuda.unsupported(problem, backend, operation):
         other = next(
             x

@@ -313,16 +313,15 @@ def backward(
     if _is_empty(problem):
         return tiled.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state)
     tensors = _tensors(problem, rng_state)
-    # The kernels want rows without gaps, which dq, dk, dv, dout and the caller's out may lack.
     tensors |= {
-        "dout": _with_whole_rows(dout),
-        "out": _with_whole_rows(out),
+        "dout": dout if _fits(dout, backend) else _compact(dout),
+        "out": out if _fits(out, backend) else _compact(out),
         "lse": lse.contiguous(),
         "dlse": _contiguous(dlse),
     }
     gradients = {"dq": dq, "dk": dk, "dv": dv}
     written = {
-        name: x if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+        name: x if _fits(x, backend) else torch.empty_like(x, memory_format=torch.contiguous_format)
         for name, x in gradients.items()
     }
     delta = problem.q.new_empty(problem.lse_shape, dtype=torch.float32)
@@ -468,9 +467,16 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _with_whole_rows(x: Tensor) -> Tensor:
-    """x, copied only if its last dimension is not contiguous: the gradient of a sum, for one."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+def _compact(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _fits(x: Tensor, backend: str) -> bool:
+    """Whether a backward can take dq, dk, dv, dout or the caller's out as it is.
+
+    The kernels want rows without gaps; those of sm90 also that they can be moved 16 bytes at a time.
+    """
+    return x.stride(-1) == 1 and (backend != "sm90" or _is_aligned(x))
 
 
 def _are_aligned(problem: Attention) -> bool:

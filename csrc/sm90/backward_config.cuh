@@ -1,0 +1,75 @@
+// What a Hopper backward has: warps, registers, shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "sm90/backward_tile.h"
+#include "sm90/pipeline.cuh"
+#include "sm90/tile_layout.cuh"
+#include "sm90/tile_scheduler.cuh"
+#include "sm90/warpgroup_matmul.cuh"
+
+namespace flash::sm90 {
+
+// A step of a tile: one block of queries of one head.
+struct alignas(16) Step {
+  int head, m_begin;
+  int row_tile;  // in the workspaces
+  int turn;      // of the tile, among those that add to dQ of these queries: by the order of keys
+  bool is_last;  // of the tile
+};
+
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures>
+struct BackwardConfig {
+  using T = T_;
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim_);
+  static constexpr bool kFull = kFeatures == FeatureSet::kFull;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
+  static constexpr int kStages = kTile.stages, kKvStages = kTile.kv_stages;
+  static constexpr int kDsStages = kTile.ds_stages;
+  static constexpr bool kEarlyScores = kTile.early_scores;
+  static constexpr int kHalves = kBlockM / kWarpgroupRows;
+
+  static constexpr int kConsumers = kBlockN / kWarpgroupRows;  // warpgroups
+  static constexpr int kConsumerWarps = kConsumers * 4;
+  // dQ is divided among them: by its rows if there are as many halves, else by its columns, in
+  // whole parts.
+  static constexpr bool kDividesDqRows = kHalves == kConsumers;
+  static constexpr int kDqCols = kDividesDqRows ? kHeadDim : 64;
+  static_assert(kDividesDqRows || (kHalves == 1 && kHeadDim > 64 && kHeadDim <= 128));
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  // Registers of a thread.
+  static constexpr int kProducerRegisters = kHeadDim > 96 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kHeadDim > 96 ? 240 : 232;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                65536 / kThreads / 8 * 8 * (kConsumers + 1));
+  static_assert(kBlockM % kWarpgroupRows == 0 && kConsumers == 2);
+
+  static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
+
+  static constexpr int kStepSlots = 4;
+
+  struct SharedStorage {
+    alignas(1024) T k[kKvStages][kTileSize<T, kBlockN, kHeadDim>];
+    alignas(1024) T v[kKvStages][kTileSize<T, kBlockN, kHeadDimV>];
+    alignas(1024) T q[kStages][kTileSize<T, kBlockM, kHeadDim>];
+    alignas(1024) T dout[kStages][kTileSize<T, kBlockM, kHeadDimV>];
+    alignas(1024) T ds[kDsStages][kTileSize<T, kBlockM, kBlockN>];
+    alignas(128) float4 dq[kDqSize / 4];  // as in the workspace
+    alignas(16) float statistics[kStages][2 * kBlockM];
+    // The last steps: who adds dQ is up to three behind the producer.
+    Step steps[kStepSlots];
+    int step_total;  // of all tiles, once the producer has no more
+    Pipeline<kKvStages> k_pipeline, v_pipeline;
+    Pipeline<kStages> q_pipeline, dout_pipeline;
+    Pipeline<kDsStages> ds_pipeline;
+    Pipeline<1> dq_pipeline;
+    uint64_t tail_full;  // a block whose rows past the sequence are cleared first
+    TilePipeline tiles;
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+};
+
+}  // namespace flash::sm90

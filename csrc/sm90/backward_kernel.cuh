@@ -1,0 +1,585 @@
+// Attention backward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+//
+// A tile is a block of keys of one head of K and V. Thread blocks stay on their SM and take tile
+// after tile; each walks over the blocks of queries that see its keys, for each query head of the
+// group. P is recomputed from the log-sum-exp, all with keys as rows:
+//
+//   S^T = K Q^T    P^T = exp(S^T - lse)             dV += P^T dO
+//   dP^T = V dO^T  dS^T = P^T * (dP^T - delta)      dK += dS^T Q        dQ += dS K
+//
+// Their warps have roles:
+//
+//   producer   one warp: finds the next tile, has TMA load its K and V, then Q and dO block by
+//   block consumers  two warpgroups: own 64 keys each; dK and dV stay in their registers, and P^T
+//   and
+//              dS^T go from there into the products
+//
+// dS is written to shared memory for dQ, which needs all keys of the tile: each warpgroup computes
+// half of its columns, or they take turns. From registers it is added to a float32 workspace, in
+// any order or, to be deterministic, in the order of the keys.
+#pragma once
+
+#include <cuda.h>
+
+#include "common/dropout.h"
+#include "common/fragment.h"
+#include "common/mask.h"
+#include "common/pack.h"
+#include "common/range.h"
+#include "common/scores.h"
+#include "common/sequence.h"
+#include "common/shared_address.h"
+#include "common/warp.h"
+#include "params.h"
+#include "ptx/atomics.h"
+#include "ptx/griddepcontrol.h"
+#include "ptx/opaque.h"
+#include "ptx/prefetch.h"
+#include "ptx/setmaxnreg.h"
+#include "ptx/stmatrix.h"
+#include "ptx/wgmma.h"
+#include "sm90/backward_config.cuh"
+#include "sm90/backward_rows.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/store.cuh"
+#include "sm90/tile_layout.cuh"
+#include "sm90/tile_scheduler.cuh"
+#include "sm90/tma_load.cuh"
+#include "sm90/warpgroup_matmul.cuh"
+
+namespace flash::sm90 {
+
+// Maps (batch, heads, rows, dim), boxes of the rows of a block. Outside the tensors they read
+// zeros.
+struct BackwardMaps {
+  CUtensorMap q, k, v, dout;
+};
+
+// What the host decides about a launch.
+struct BackwardSchedule : TileSchedule {
+  bool clear_tail_q, clear_tail_k;  // there may be anything but zeros behind a sequence's last row
+  bool lengths_on_device;           // to know a tile, device memory is read
+};
+
+// Tiles are blocks of keys: how many each sequence has, for the scheduler.
+template <int kBlockN>
+struct KeyTiles {
+  const BackwardParams& params;
+
+  __device__ bool packed() const { return params.cu_seqlens_k != nullptr; }
+  __device__ int batch() const { return params.batch; }
+  __device__ int of_sequence(int batch) const {
+    return (Sequence(params, batch).seqlen_k + kBlockN - 1) / kBlockN;
+  }
+};
+
+// One tile: keys n_begin .. n_begin + kBlockN - 1 and the blocks of queries that see some of them.
+template <typename Config>
+struct KeyTileRange {
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+
+  Sequence sequence;
+  int n_block, n_begin;
+  Mask mask;
+  Range m_blocks;
+
+  // The scheduler hands out the last blocks first; of keys, the first are seen by most queries.
+  __device__ KeyTileRange(const BackwardParams& params, const BackwardSchedule& schedule,
+                          const Tile& tile)
+      : sequence(params, tile.batch),
+        n_block((params.cu_seqlens_k == nullptr ? schedule.blocks
+                                                : (sequence.seqlen_k + kBlockN - 1) / kBlockN) -
+                1 - tile.block),
+        n_begin(n_block * kBlockN),
+        mask{sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q, params.window_left,
+             params.window_right},
+        m_blocks(query_blocks<kBlockM>(mask, sequence.seqlen_q, n_begin, n_begin + kBlockN)) {
+    m_blocks.begin = warp_uniform(m_blocks.begin);
+    m_blocks.end = n_begin < sequence.seqlen_k ? warp_uniform(m_blocks.end) : 0;
+    mask.seqlen_k = warp_uniform(mask.seqlen_k);
+    mask.shift = warp_uniform(mask.shift);
+  }
+};
+
+// ---- Producer ----------------------------------------------------------------------------------
+
+template <typename Config>
+struct BackwardProducer {
+  using T = typename Config::T;
+
+  const BackwardParams& params;
+  const BackwardMaps& maps;
+  const BackwardSchedule& schedule;
+  typename Config::SharedStorage& shared;
+  const int lane;
+  PipelineState<1> tail_state;
+
+  // Loads kRows rows of a tensor, from row `row` of a sequence on. Of them `valid_rows` are the
+  // sequence's; if `clear`, the others become zero.
+  template <int kRows, int kCols>
+  __device__ void load(T* tile, const CUtensorMap& map, uint64_t& full, int slot, int first,
+                       int head, int row, int valid_rows, bool clear) {
+    const BlockTable table{};
+    const SequenceRows rows{slot, 0, first, head, table};
+    clear = clear && valid_rows < kRows;
+    load_rows<kRows, kCols>(tile, map, clear ? shared.tail_full : full, rows, row, kRows, lane);
+    if (clear) {
+      wait(shared.tail_full, tail_state.phase());
+      tail_state.advance();
+      clear_tail<kRows, kCols>(tile, valid_rows, lane);
+      arrive_of_warp(full, lane);
+    }
+  }
+};
+
+template <typename Config>
+__device__ void produce(BackwardProducer<Config> producer) {
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
+  const BackwardParams& params = producer.params;
+  const BackwardSchedule& schedule = producer.schedule;
+  auto& shared = producer.shared;
+  const int lane = producer.lane;
+  TileScheduler scheduler(params.counters, schedule, KeyTiles<kBlockN>{params}, blockIdx.x,
+                          gridDim.x, lane);
+  TilePipeline::State tile_state;
+  PipelineState<Config::kKvStages> kv_state;
+  PipelineState<Config::kStages> state;
+  for (;; scheduler.next()) {
+    const Tile tile = scheduler.tile();
+    if (tile.batch < 0) shared.step_total = state.count;
+    shared.tiles.send(tile, tile_state, lane);
+    if (tile.batch < 0) return;
+    const KeyTileRange<Config> range(params, schedule, tile);
+    ptx::wait_for_earlier_kernels();
+    if (range.m_blocks.empty()) continue;
+    const Sequence& sequence = range.sequence;
+    const int first_tile = dq_tile<kBlockM>(params, sequence, tile.batch);
+    const auto load_keys = [&](auto cols, auto& pipeline, auto* stages, const CUtensorMap& map) {
+      pipeline.wait_empty(kv_state);
+      producer.template load<kBlockN, decltype(cols)::value>(
+          stages[kv_state.stage()], map, pipeline.full[kv_state.stage()], sequence.k_batch,
+          sequence.k_first, tile.head_kv, range.n_begin, sequence.seqlen_k - range.n_begin,
+          schedule.clear_tail_k);
+    };
+    const auto load_queries = [&](auto cols, auto& pipeline, auto* stages, const CUtensorMap& map,
+                                  int head, int m_block) {
+      producer.template load<kBlockM, decltype(cols)::value>(
+          stages[state.stage()], map, pipeline.full[state.stage()], sequence.q_batch,
+          sequence.q_first, head, m_block * kBlockM, sequence.seqlen_q - m_block * kBlockM,
+          schedule.clear_tail_q);
+    };
+    const std::integral_constant<int, kHeadDim> cols{};
+    const std::integral_constant<int, kHeadDimV> cols_v{};
+    bool first = true;
+    load_keys(cols, shared.k_pipeline, shared.k, producer.maps.k);
+    const int group = params.nheads / params.nheads_kv;
+    const int first_head = tile.head_kv * group, last_head = first_head + group - 1;
+    int head = first_head, m_block = range.m_blocks.end - 1;
+#pragma unroll 1
+    for (bool is_last = false; !is_last;) {
+      // The last queries come first: under a causal mask all tiles see those, so that they add to
+      // dQ in step with each other.
+      is_last = head == last_head && m_block == range.m_blocks.begin;
+      shared.q_pipeline.wait_empty(state);
+      uint64_t& full = shared.q_pipeline.full[state.stage()];
+      if (lane == 0) {
+        const int m_begin = m_block * kBlockM,
+                  row_tile = head * params.row_tiles + first_tile + m_block;
+        int turn = 0;
+        if (params.dq_turn != nullptr) {
+          const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
+          turn = range.n_block - key_blocks<kBlockN>(range.mask, m_begin, m_end).begin;
+        }
+        shared.steps[state.count % Config::kStepSlots] = {head, m_begin, row_tile, turn, is_last};
+        // Beside Q, which arrives by itself.
+        constexpr int kBytes = sizeof(shared.statistics[0]);
+        cuda::ptx::mbarrier_expect_tx(cuda::ptx::sem_relaxed, cuda::ptx::scope_cta,
+                                      cuda::ptx::space_shared, &full, kBytes);
+        cuda::ptx::cp_async_bulk(
+            cuda::ptx::space_cluster, cuda::ptx::space_global, shared.statistics[state.stage()],
+            params.row_statistics + int64_t{row_tile} * (2 * kBlockM), kBytes, &full);
+      }
+      load_queries(cols, shared.q_pipeline, shared.q, producer.maps.q, head, m_block);
+      if (first) load_keys(cols_v, shared.v_pipeline, shared.v, producer.maps.v);
+      first = false;
+      shared.dout_pipeline.wait_empty(state);
+      load_queries(cols_v, shared.dout_pipeline, shared.dout, producer.maps.dout, head, m_block);
+      state.advance();
+      if (--m_block < range.m_blocks.begin) {
+        ++head;
+        m_block = range.m_blocks.end - 1;
+      }
+    }
+    kv_state.advance();
+  }
+}
+
+// ---- Consumers ---------------------------------------------------------------------------------
+
+// P^T = exp(S^T - lse). p: S^T, accumulators of keys by queries; lse: shared, (kBlockM), in units
+// of log 2, from the lane's first query on
+template <int kColTiles>
+__device__ void exponentiate(float (&p)[1][kColTiles][4], const float* lse, float scale_log2) {
+#pragma unroll
+  for (int n = 0; n < kColTiles; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(lse + n * 8);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      p[0][n][j] = ptx::ex2(fmaf(p[0][n][j], scale_log2, j % 2 == 0 ? -pair.x : -pair.y));
+    }
+  }
+}
+
+// dP^T becomes dS^T = P^T * (dP^T - delta). delta: as lse
+template <int kColTiles>
+__device__ void differentiate_scores(float (&ds)[1][kColTiles][4],
+                                     const float (&p)[1][kColTiles][4], const float* delta) {
+#pragma unroll
+  for (int n = 0; n < kColTiles; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      ds[0][n][j] = p[0][n][j] * (ds[0][n][j] - (j % 2 == 0 ? pair.x : pair.y));
+    }
+  }
+}
+
+// Accumulators, rounded, as the A operands of a product that sums over their columns.
+template <typename T, int kSteps>
+__device__ void pack_operands(uint32_t (&a)[kSteps][4], const float (&x)[1][2 * kSteps][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&half)[4] = x[0][2 * k + i / 2];
+      a[k][i] = pack(half[i % 2 * 2], half[i % 2 * 2 + 1], T());
+    }
+  }
+}
+
+// Which of a lane's scores dropout keeps: bit 4 * n + j.
+template <int kColTiles>
+__device__ uint32_t kept_bits(const Dropout& dropout, int query_tile, int key_tile, int lane) {
+  static_assert(kColTiles <= 8);
+  uint32_t bits = 0;
+#pragma unroll
+  for (int n = 0; n < kColTiles; n += 2) {
+    const auto kept = dropout.kept<Rows::kKeys>(query_tile + n / 2, key_tile, lane);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      bits |= static_cast<uint32_t>(kept(i / 4, i % 4)) << (n * 4 + i);
+    }
+  }
+  return bits;
+}
+
+template <typename Config>
+__device__ void consume(const BackwardParams& params, const BackwardSchedule& schedule,
+                        float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
+  using T = typename Config::T;
+  constexpr bool kFull = Config::kFull;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHalves = Config::kHalves;
+  constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
+  constexpr int kRows = kWarpgroupRows;           // of a half: queries
+  constexpr int kSteps = kRows / kWgmmaDepth<T>;  // over the queries of a half
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const int warp = warp_uniform(thread / 32);
+  const int first_key = warpgroup * kRows + warp * 16;  // of the warp, in the tile
+
+  // Where the warp's part of dS goes: a lane has the address of a row of queries of matrix lane /
+  // 8, 8 queries by 8 keys.
+  const uint32_t ds_row = (lane / 16 * 8 + lane % 8) * kPartRowBytes;
+  const uint32_t ds_chunk = ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
+  const uint32_t ds_place = warpgroup * kBlockM * kPartRowBytes + ds_row + ds_chunk;
+  // And its part of dQ.
+  const int dq_half = Config::kDividesDqRows ? warpgroup : 0;
+  const int dq_col = Config::kDividesDqRows ? 0 : warpgroup * Config::kDqCols;
+
+  TilePipeline::State tile_state;
+  PipelineState<Config::kKvStages> kv_state;
+  uint32_t step_count = 0;
+  for (;;) {
+    const Tile tile = shared.tiles.receive(tile_state, lane);
+    if (warp_uniform(tile.batch) < 0) break;
+    const KeyTileRange<Config> range(params, schedule, tile);
+    const int n_begin = warp_uniform(range.n_begin);
+    const bool has_steps = !range.m_blocks.empty();
+    float dk[1][kHeadDim / 8][4] = {}, dv[1][kHeadDimV / 8][4] = {};
+    ptx::wait_for_earlier_kernels();
+
+    const T* const k = shared.k[warp_uniform(kv_state.stage())];
+    const T* const v = shared.v[warp_uniform(kv_state.stage())];
+    if (has_steps) {
+      shared.k_pipeline.wait_full(kv_state);
+      shared.v_pipeline.wait_full(kv_state);
+    }
+    // What a warp has stored of dQ is handed over in the next step, when the stores are done.
+    const auto hand_over_dq = [&] {
+      cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+      arrive_of_warp(shared.dq_pipeline.full[0], lane);
+    };
+    float p[kHalves][1][kRows / 8][4];
+    const auto start_scores = [&](uint32_t count, int half) {
+      const int stage = warp_uniform(count % Config::kStages);
+      if (half == 0) shared.q_pipeline.wait_full(PipelineState<Config::kStages>{count});
+      start_multiply<T, kHeadDim>(p[half][0], KMajor<T, kBlockN>(k, warpgroup * kRows),
+                                  KMajor<T, kBlockM>(shared.q[stage], half * kRows));
+    };
+    if (Config::kEarlyScores && has_steps) {
+      start_scores(step_count, 0);
+      ptx::wgmma_wait<0>(p[0][0]);
+    }
+    const uint32_t first_step = step_count;
+#pragma unroll 1
+    for (bool more = has_steps; more; ++step_count) {
+      static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
+      const int stage = warp_uniform(step_count % 2);
+      const PipelineState<Config::kStages> state{step_count};
+      const PipelineState<Config::kDsStages> ds_state{step_count};
+      const PipelineState<1> dq_state{step_count};
+      const T* const q = shared.q[stage];
+      const T* const dout = shared.dout[stage];
+      T* const ds_tile = shared.ds[Config::kDsStages == 1 ? 0 : stage];
+
+      float ds[1][kRows / 8][4];
+      const auto start_dp = [&](int half) {
+        start_multiply<T, kHeadDimV>(ds[0], KMajor<T, kBlockN>(v, warpgroup * kRows),
+                                     KMajor<T, kBlockM>(dout, half * kRows));
+      };
+      if (!Config::kEarlyScores) start_scores(step_count, 0);
+      const Step& step = shared.steps[step_count % Config::kStepSlots];
+      const int m_begin = step.m_begin;
+      more = warp_uniform(step.is_last ? 0 : 1) != 0;
+      shared.dout_pipeline.wait_full(state);
+      start_dp(0);
+      if constexpr (kHalves == 2) start_scores(step_count, 1);
+      if (step_count != first_step) hand_over_dq();
+
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const float* const statistics = shared.statistics[stage] + half * kRows + lane % 4 * 2;
+        const int query_begin = m_begin + half * kRows;
+        // Behind S^T: dP^T and the other half's S^T, or dV, dK and dP^T.
+        if (half == 0) {
+          if (!Config::kEarlyScores) ptx::wgmma_wait<kHalves>(p[half][0]);
+        } else {
+          ptx::wgmma_wait<3>(p[half][0]);
+        }
+
+        const int query = query_begin + lane % 4 * 2, key = n_begin + first_key + lane / 4;
+        const auto mask_scores = [&] {
+          if (!range.mask.cuts(query_begin, kRows, n_begin + first_key, 16)) return;
+          apply_mask<Rows::kKeys>(
+              p[half], range.mask, [&](int, int upper) { return key + upper * 8; }, query);
+        };
+        float derivative[1][kFull ? kRows / 8 : 1][4];  // of the score transform
+        bool curved = false;
+        if constexpr (kFull) {
+          const ScoreTransform transform(params, tile.batch, step.head, range.mask.shift);
+          curved = transform.is_curved();
+          transform.apply<Rows::kKeys>(
+              p[half], query, key, mask_scores,
+              [&](int m, int n, int j, float slope) { derivative[m][n][j] = slope; });
+        }
+        mask_scores();
+        exponentiate(p[half], statistics, scale_log2);
+
+        uint32_t p_operands[kSteps][4], ds_operands[kSteps][4];
+        uint32_t kept = ~0u;
+        float scale_kept = 1.f;
+        if constexpr (kFull) {
+          if (params.rng_state != nullptr) {
+            const Dropout dropout(params, tile.batch, step.head);
+            scale_kept = dropout.scale;
+            kept =
+                kept_bits<kRows / 8>(dropout, query_begin / 16, (n_begin + first_key) / 16, lane);
+            float dropped[1][kRows / 8][4];
+            for_each(p[half], [&](float& x, int m, int n, int j) {
+              dropped[m][n][j] = kept >> (n * 4 + j) & 1 ? x : 0.f;
+            });
+            pack_operands<T>(p_operands, dropped);
+          } else {
+            pack_operands<T>(p_operands, p[half]);
+          }
+          if (curved) {
+            for_each(p[half], [&](float& x, int m, int n, int j) { x *= derivative[m][n][j]; });
+          }
+        } else {
+          pack_operands<T>(p_operands, p[half]);
+        }
+        // Behind dP^T: the other half's S^T, or nothing.
+        half == 0 ? ptx::wgmma_wait<kHalves - 1>(ds[0]) : ptx::wgmma_wait<0>(ds[0]);
+        start_multiply_accumulate<T>(dv[0], p_operands, MnMajor<T, kBlockM>(dout, half * kRows));
+        if constexpr (kFull) {
+          if (params.rng_state != nullptr) {
+            for_each(ds, [&](float& x, int, int n, int j) {
+              x = kept >> (n * 4 + j) & 1 ? x * scale_kept : 0.f;
+            });
+          }
+        }
+        differentiate_scores(ds, p[half], statistics + kBlockM);
+        pack_operands<T>(ds_operands, ds);
+
+        if (half == 0) shared.ds_pipeline.wait_empty(ds_state);
+        const uint32_t target = shared_address(ds_tile) + ds_place + half * kRows * kPartRowBytes;
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          ptx::stmatrix_x4_trans(target + i * 16 * kPartRowBytes, ds_operands[i]);
+        }
+        start_multiply_accumulate<T>(dk[0], ds_operands, MnMajor<T, kBlockM>(q, half * kRows));
+        if (half == kHalves - 1) {
+          cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+          arrive_of_warp(shared.ds_pipeline.full[ds_state.stage()], lane);
+        }
+        if (half < kHalves - 1) start_dp(half + 1);
+      }
+
+      if (Config::kEarlyScores) {
+        // The next step's scores. Of the last step they are computed again: a condition would make
+        // the compiler wait for each product.
+        ptx::wgmma_wait<1>(dv[0]);
+        start_scores(step_count + more, 0);
+      }
+      constexpr int kBehind = Config::kEarlyScores ? 2 : 1;  // dV and dK
+      shared.ds_pipeline.wait_full(ds_state);
+      float dq[Config::kDqCols / 8][4];
+      start_multiply<T, kBlockN>(dq, KMajor<T, kBlockM>(ds_tile, dq_half * kRows),
+                                 MnMajor<T, kBlockN>(k, 0, dq_col));
+      ptx::wgmma_wait<kBehind>(dv[0]);
+      ptx::wgmma_wait<kBehind>(dk[0]);
+      shared.q_pipeline.release(state, lane);
+      shared.dout_pipeline.release(state, lane);
+      ptx::wgmma_wait<0>(dq);
+      if (Config::kEarlyScores) ptx::wgmma_wait<0>(p[0][0]);
+      shared.ds_pipeline.release(ds_state, lane);
+
+      // Another warp adds it to the workspace.
+      shared.dq_pipeline.wait_empty(dq_state);
+      float4* const dq_target =
+          shared.dq + ((dq_half * 4 + warp) * (kHeadDim / 8) + dq_col / 8) * 32 + lane;
+#pragma unroll
+      for (int n = 0; n < Config::kDqCols / 8; ++n) {
+        // The last columns may lie behind the head dim.
+        if (kHeadDim % Config::kDqCols == 0 || dq_col + n * 8 < kHeadDim) {
+          dq_target[n * 32] = make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]);
+        }
+      }
+    }
+    if (has_steps) {
+      hand_over_dq();
+      shared.k_pipeline.release(kv_state, lane);
+      shared.v_pipeline.release(kv_state, lane);
+      kv_state.advance();
+    }
+
+    // What it needs of the sequence is read again instead of occupying registers.
+    const Sequence sequence(params, ptx::opaque(tile.batch));
+    T *dk_rows[2], *dv_rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = n_begin + first_key + half * 8 + lane / 4, row = sequence.k_first + key;
+      const bool valid = key < sequence.seqlen_k;
+      dk_rows[half] = valid ? rows_of<T>(params.dk, sequence.k_batch, row, tile.head_kv) : nullptr;
+      dv_rows[half] = valid ? rows_of<T>(params.dv, sequence.k_batch, row, tile.head_kv) : nullptr;
+    }
+    scale_by(dk, params.softmax_scale);
+    if (kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
+    store_accumulators<T, 4>(dk_rows, params.headdim, dk[0], lane);
+    store_accumulators<T, 4>(dv_rows, params.headdim_v, dv[0], lane);
+  }
+  // The end, for the warp that adds.
+  shared.dq_pipeline.wait_empty(PipelineState<1>{step_count});
+  arrive_of_warp(shared.dq_pipeline.full[0], lane);
+}
+
+// ---- The warp that adds dQ ---------------------------------------------------------------------
+
+// Adds each step's dQ to the workspace. To be deterministic, the tiles that see some queries add in
+// the order of their keys.
+template <typename Config>
+__device__ void add_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
+                       int lane) {
+  ptx::wait_for_earlier_kernels();
+  if (lane != 0) return;
+  for (PipelineState<1> state;; state.advance()) {
+    shared.dq_pipeline.wait_full(state);
+    if (state.count == shared.step_total) break;
+    const auto [head, m_begin, row_tile, turn, is_last] =
+        shared.steps[state.count % Config::kStepSlots];
+    int* const turns = params.dq_turn + row_tile;
+    if (params.dq_turn != nullptr) {
+      // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
+      // forever.
+      while (ptx::load_acquire(turns) < turn) {
+      }
+      cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
+    }
+    cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
+                                    cuda::ptx::op_add,
+                                    params.dq_accum + int64_t{row_tile} * Config::kDqSize,
+                                    reinterpret_cast<const float*>(shared.dq), sizeof(shared.dq));
+    cuda::ptx::cp_async_bulk_commit_group();
+    cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+    arrive(shared.dq_pipeline.empty[0]);
+    if (params.dq_turn != nullptr) {
+      cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+      __threadfence();
+      ptx::red_release_increment(turns);
+    }
+  }
+  cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+}
+
+// Grid: as many thread blocks as fit the device, or as there are tiles; see launch_backward.
+// params.window_left and window_right are bounded_window's.
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams params,
+                    const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ BackwardSchedule schedule, float scale_log2) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+
+  if (threadIdx.x == Config::kThreads - 1) {
+    ptx::prefetch_tensor_map(&maps.q);
+    ptx::prefetch_tensor_map(&maps.k);
+    ptx::prefetch_tensor_map(&maps.v);
+    ptx::prefetch_tensor_map(&maps.dout);
+  }
+  if (threadIdx.x == 0) {
+    shared.k_pipeline.init(Config::kConsumerWarps);
+    shared.v_pipeline.init(Config::kConsumerWarps);
+    shared.q_pipeline.init(Config::kConsumerWarps);
+    shared.dout_pipeline.init(Config::kConsumerWarps);
+    for (int i = 0; i < Config::kDsStages; ++i) {
+      init_barrier(shared.ds_pipeline.full[i], Config::kConsumerWarps);
+      init_barrier(shared.ds_pipeline.empty[i], Config::kConsumerWarps);
+    }
+    shared.step_total = -1;
+    init_barrier(shared.dq_pipeline.full[0], Config::kConsumerWarps);
+    init_barrier(shared.dq_pipeline.empty[0], 1);
+    init_barrier(shared.tail_full, 1);
+    shared.tiles.init(Config::kConsumerWarps);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (schedule.lengths_on_device) ptx::wait_for_earlier_kernels();
+
+  if (warp < Config::kConsumerWarps) {
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    consume<Config>(params, schedule, scale_log2, shared, warp / 4);
+  } else {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    const int helper = warp - Config::kConsumerWarps;
+    if (helper == 0) produce(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}});
+    if (helper == 1) add_dq<Config>(params, shared, lane);
+    if (helper == 2) {
+      ptx::wait_for_earlier_kernels();
+      ptx::let_next_kernel_start();
+    }
+  }
+}
+
+}  // namespace flash::sm90

@@ -1,0 +1,160 @@
+// Launches the Hopper backward.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "common/mask.h"
+#include "common/scores.h"
+#include "host/cuda_check.h"
+#include "host/launch.h"
+#include "kernel.h"
+#include "params.h"
+#include "sm90/backward_kernel.cuh"
+#include "sm90/tensor_map.h"
+
+namespace flash::sm90 {
+
+// What the tiles of a section read again and again, Q, dO and dQ, takes about this much of the L2
+// cache.
+constexpr int64_t kBackwardSectionBytes = 24 << 20;
+
+// Where dQ is added to in order, tiles of one head wait for each other: fewer of them run at a time
+// if more heads do.
+constexpr int64_t kOrderedHeads = 32;
+
+// Of one head in the workspaces: see dq_tile.
+inline int row_tiles(const BackwardParams& params, int rows) {
+  const int64_t tiles = params.cu_seqlens_q != nullptr
+                            ? params.total_q / rows + int64_t{params.batch}
+                            : int64_t{params.batch} * ((params.seqlen_q + rows - 1) / rows);
+  if (tiles * params.nheads > INT_MAX) {
+    throw std::invalid_argument("nheads * blocks of " + std::to_string(rows) + " queries: got " +
+                                std::to_string(tiles * params.nheads) +
+                                "; accepted: up to 2^31 - 1");
+  }
+  return static_cast<int>(tiles);
+}
+
+template <typename Config>
+BackwardSchedule make_schedule(const BackwardParams& params) {
+  BackwardSchedule schedule{};
+  schedule.splits = 1;
+  schedule.heads = params.nheads_kv;
+  schedule.heads_of_kv = 1;
+  schedule.blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
+  const int64_t heads = int64_t{params.batch} * params.nheads_kv, tiles = schedule.blocks * heads;
+  if (tiles > INT_MAX) {
+    throw std::invalid_argument("batch * nheads_kv * key blocks: got " + std::to_string(tiles) +
+                                "; accepted: up to 2^31 - 1");
+  }
+  schedule.tiles = static_cast<int>(tiles);
+  const int64_t head_bytes = int64_t{params.seqlen_q} * (params.nheads / params.nheads_kv) *
+                             (sizeof(typename Config::T) * (params.headdim + params.headdim_v) +
+                              sizeof(float) * Config::kHeadDim);
+  const int64_t least = params.deterministic ? kOrderedHeads : 1;
+  schedule.section = static_cast<int>(
+      std::clamp<int64_t>(kBackwardSectionBytes / head_bytes, std::min(least, heads), heads));
+  schedule.last_section = schedule.section;
+  schedule.clear_tail_q = params.cu_seqlens_q != nullptr;
+  schedule.clear_tail_k = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr;
+  schedule.lengths_on_device =
+      schedule.clear_tail_q || schedule.clear_tail_k || params.leftpad_k != nullptr;
+  return schedule;
+}
+
+template <typename Config>
+BackwardMaps make_maps(const BackwardParams& params) {
+  using T = typename Config::T;
+  const auto map = [&](const Operand& x, int headdim, bool packed, int total, int rows, int heads,
+                       int block) {
+    return encode_tensor_map<T, 3>(x.data, headdim,
+                                   {{packed ? total : rows, x.row_stride, block},
+                                    {heads, x.head_stride, 1},
+                                    {packed ? 1 : params.batch, x.batch_stride, 1}});
+  };
+  const auto queries = [&](const Operand& x, int headdim) {
+    return map(x, headdim, params.cu_seqlens_q != nullptr, params.total_q, params.seqlen_q,
+               params.nheads, Config::kBlockM);
+  };
+  const auto keys = [&](const Operand& x, int headdim) {
+    return map(x, headdim, params.cu_seqlens_k != nullptr, params.total_k, params.seqlen_k,
+               params.nheads_kv, Config::kBlockN);
+  };
+  return {queries(params.q, params.headdim), keys(params.k, params.headdim),
+          keys(params.v, params.headdim_v), queries(params.dout, params.headdim_v)};
+}
+
+// Completes the parameters; returns what launches with the addresses of any tensors of this layout.
+template <typename Config>
+auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
+  using T = typename Config::T;
+  constexpr auto kKernel = backward_kernel<Config>;
+  constexpr size_t kSharedBytes = sizeof(typename Config::SharedStorage);
+  static std::atomic<uint64_t> devices{0};
+  allow_shared_memory(kKernel, kSharedBytes, devices);
+
+  params.window_left = bounded_window(params.window_left, params.seqlen_k);
+  params.window_right = bounded_window(params.window_right, params.seqlen_q);
+  params.row_tiles = row_tiles(params, Config::kBlockM);
+  const int64_t tiles = int64_t{params.nheads} * params.row_tiles;
+  wanted.add_kept_zero("counters", params.counters);
+  wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
+  wanted.add("row_statistics", params.row_statistics, tiles * 2 * Config::kBlockM);
+  if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles);
+
+  const BackwardSchedule schedule = make_schedule<Config>(params);
+  // Of packed sequences it is an upper bound: each may end with a tile of its own.
+  const int64_t key_tiles =
+      params.cu_seqlens_k == nullptr
+          ? schedule.tiles
+          : (params.total_k / Config::kBlockN + int64_t{1} * params.batch) * params.nheads_kv;
+  const int grid = static_cast<int>(std::min<int64_t>(key_tiles, multiprocessors()));
+  const BackwardMaps prepared = make_maps<Config>(params);
+  const float scale_log2 = scale_log2_of(params);
+  return [=](const BackwardParams& bound, cudaStream_t stream) {
+    BackwardMaps maps = prepared;
+    replace_address(maps.q, bound.q.data);
+    replace_address(maps.k, bound.k.data);
+    replace_address(maps.v, bound.v.data);
+    replace_address(maps.dout, bound.dout.data);
+    // Of the kernels for queries: a thread block for each head and row tile.
+    const auto for_rows = [&](auto launch) {
+      const int blocks = (bound.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+      for (int batch = 0; batch < bound.batch; batch += kMaxGrid) {
+        launch(dim3(blocks * bound.nheads, 1, std::min(bound.batch - batch, kMaxGrid)), batch);
+      }
+    };
+    for_rows([&](dim3 grid, int batch) {
+      launch_overlapping(
+          backward_rows_kernel<T, Config::kBlockM, Config::kHeadDim, Config::kHeadDimV>, grid,
+          kRowsThreads, 0, stream, "launch of the sm90 rows kernel", bound, batch);
+    });
+    launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream,
+                       "launch of the sm90 backward kernel", bound, maps, schedule, scale_log2);
+    for_rows([&](dim3 grid, int batch) {
+      launch_overlapping(backward_dq_kernel<T, Config::kBlockM, Config::kHeadDim>, grid,
+                         Config::kBlockM * 2, 0, stream, "launch of the sm90 dQ kernel", bound,
+                         batch, schedule.lengths_on_device && batch == 0);
+    });
+  };
+}
+
+template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+struct BackwardRow {
+  static_assert(std::is_same_v<T, Out>);
+  using Params = BackwardParams;
+  static constexpr uint32_t kTakes = features_of(kFeatures);
+  static constexpr int kTiles = 1;
+
+  static auto prepare(Params& params, Workspaces& wanted) {
+    return prepare_backward<BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>(params, wanted);
+  }
+};
+
+}  // namespace flash::sm90

@@ -1,0 +1,141 @@
+// What the Hopper backward does for each query, before its main kernel and behind it.
+#pragma once
+
+#include <cmath>
+
+#include "common/gaps.h"
+#include "common/sequence.h"
+#include "common/softmax.h"
+#include "common/warp.h"
+#include "params.h"
+#include "ptx/griddepcontrol.h"
+#include "sm90/backward_tile.h"
+#include "sm90/store.cuh"
+
+namespace flash::sm90 {
+
+// Row tiles of the workspaces that come before those of a sequence, or of a packed row.
+template <int kRows>
+__device__ int dq_tile(const AttentionParams& params, const Sequence& sequence, int batch) {
+  return params.cu_seqlens_q == nullptr ? batch * ((params.seqlen_q + kRows - 1) / kRows)
+                                        : sequence.q_first / kRows + batch;
+}
+
+// A row tile of one head: kRows queries.
+template <int kRows>
+struct RowTile {
+  int batch, head, first_row;
+  Sequence sequence;
+  int64_t place;  // in the workspaces
+
+  // Grid: (row tiles of the longest sequence * nheads, 1, batch)
+  __device__ RowTile(const BackwardParams& params, int first_batch)
+      : batch(first_batch + blockIdx.z),
+        head(blockIdx.x % params.nheads),
+        first_row(blockIdx.x / params.nheads * kRows),
+        sequence(params, batch),
+        place(int64_t{head} * params.row_tiles + dq_tile<kRows>(params, sequence, batch) +
+              first_row / kRows) {}
+};
+
+constexpr int kRowsThreads = 256;
+
+// delta = rowsum(dO * O) - dlse. Of each row it writes the statistics that the main kernel loads,
+// (2, kRows): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
+// it clears the workspace of dQ.
+template <typename T, int kRows, int kHeadDim, int kHeadDimV>
+__global__ void __launch_bounds__(kRowsThreads)
+    backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
+  constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;  // of a row
+  constexpr int kRowsAtOnce = kRowsThreads / kLanes;
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+  const RowTile<kRows> tile(params, first_batch);
+  const Sequence& sequence = tile.sequence;
+  if (tile.first_row >= sequence.seqlen_q) return;
+
+  const int col = threadIdx.x % kLanes * 8;
+  uint4 dout_chunks[kRows / kRowsAtOnce], out_chunks[kRows / kRowsAtOnce];
+#pragma unroll
+  for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+    const int row = tile.first_row + i * kRowsAtOnce + threadIdx.x / kLanes;
+    dout_chunks[i] = out_chunks[i] = make_uint4(0, 0, 0, 0);
+    if (row >= sequence.seqlen_q || col >= params.headdim_v) continue;
+    const int place = sequence.q_first + row;
+    dout_chunks[i] = *reinterpret_cast<const uint4*>(
+        rows_of<const T>(params.dout, sequence.q_batch, place, tile.head) + col);
+    out_chunks[i] = *reinterpret_cast<const uint4*>(
+        rows_of<const T>(params.out, sequence.q_batch, place, tile.head) + col);
+  }
+  auto* const accum =
+      reinterpret_cast<float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4);
+#pragma unroll
+  for (int i = 0; i < kRows * kHeadDim / 4 / kRowsThreads; ++i) {
+    accum[i * kRowsThreads + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (params.dq_turn != nullptr && threadIdx.x == 0) params.dq_turn[tile.place] = 0;
+#pragma unroll
+  for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      sum += static_cast<float>(reinterpret_cast<const T*>(&dout_chunks[i])[j]) *
+             static_cast<float>(reinterpret_cast<const T*>(&out_chunks[i])[j]);
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    if (threadIdx.x % kLanes != 0) continue;
+    const int in_tile = i * kRowsAtOnce + threadIdx.x / kLanes, row = tile.first_row + in_tile;
+    float lse = -INFINITY, delta = 0.f;
+    if (row < sequence.seqlen_q) {
+      const int64_t place = sequence.q_batch * params.lse_batch_stride +
+                            tile.head * params.lse_head_stride + sequence.q_first + row;
+      delta = sum - (params.dlse == nullptr ? 0.f : params.dlse[place]);
+      params.delta[place] = delta;
+      lse = params.lse[place];
+    }
+    // A row without a visible key has a log-sum-exp of -inf, a probability nowhere.
+    float* const statistics = params.row_statistics + tile.place * (2 * kRows) + in_tile;
+    statistics[0] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+    statistics[kRows] = delta;
+  }
+}
+
+// dQ = softmax_scale * the workspace, rounded to T: a warp takes 16 rows. If `has_gaps`, it clears
+// the rows of no sequence in the results.
+template <typename T, int kRows, int kHeadDim>
+__global__ void __launch_bounds__(kRows * 2)
+    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch,
+                       bool has_gaps) {
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+  if (has_gaps && threadIdx.x < 32) {
+    const int blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
+    clear_gaps<T>(params, block, blocks, threadIdx.x);
+  }
+  const RowTile<kRows> tile(params, first_batch);
+  const Sequence& sequence = tile.sequence;
+  if (tile.first_row >= sequence.seqlen_q) return;
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const float4* const accum = reinterpret_cast<const float4*>(params.dq_accum) +
+                              tile.place * (kRows * kHeadDim / 4) + warp * (16 * kHeadDim / 4) +
+                              lane;
+  float dq[kHeadDim / 8][4];
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 8; ++n) {
+    const float4 x = accum[n * 32];
+    dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
+    dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
+  }
+  T* targets[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = tile.first_row + warp * 16 + half * 8 + lane / 4;
+    targets[half] = row < sequence.seqlen_q
+                        ? rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head)
+                        : nullptr;
+  }
+  store_accumulators<T, 4>(targets, params.headdim, dq, lane);
+}
+
+}  // namespace flash::sm90
