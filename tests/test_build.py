@@ -47,7 +47,7 @@ def test_table(build_support: ModuleType) -> None:
 
 
 def test_filter(build_support: ModuleType) -> None:
-    for arch, prefix in (("80", "sm80_"), ("90a", "sm90_forward_")):
+    for arch, prefix in (("80", "sm80_"), ("90a", "sm90_")):
         every = names(build_support, FLASH_ATTN_CUDA_ARCHS=arch)
         assert every and all(name.startswith(prefix) for name in every)
     assert names(build_support, FLASH_ATTN_ONLY="sm80_forward_bf16_d64") == [
@@ -57,6 +57,7 @@ def test_filter(build_support: ModuleType) -> None:
     assert names(build_support, FLASH_ATTN_ONLY="80_forw*fp16*d192v128_p, backw*bf16*d128_f") == [
         "sm80_forward_fp16_d192v128_plain",
         "sm80_backward_bf16_d128_full",
+        "sm90_backward_bf16_d128_full",
     ]
 
 

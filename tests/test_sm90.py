@@ -196,6 +196,23 @@ def many_tiles_of_sequences(device: str, headdim: int = 128, **options: Any) -> 
     return varlen(seqlens_q, seqlens_k, *sizes, dtype=torch.bfloat16, device=device, **options)
 
 
+@pytest.mark.parametrize("headdim", [64, 96, 128])
+@pytest.mark.parametrize("options", ["causal", "window", "everything"])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_backward_of_several_tiles(device, layout, options, headdim):
+    """A thread block takes several tiles of keys. In order of the keys: twice the same bits."""
+    heads, batch = (12, 6, headdim), 10 if layout == "dense" else 40
+    options = OPTIONS[options](batch, 12, device) | {"dtype": torch.bfloat16, "device": device}
+    if layout == "dense":
+        problem = dense(batch, 260, 1000, *heads, **options)
+    else:
+        problem = varlen([300, 0, 1, 129, 64] * 8, [700, 128, 0, 500, 65] * 8, *heads, **options)
+    check(problem)
+    first, again = (run(problem, deterministic=True)[0] for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, again[name]), name
+
+
 def long_sequences(device: str, headdim: int = 128, **options: Any) -> Attention:
     """The last tile of each leaves warpgroups without queries."""
     sizes = (16, 4, headdim)

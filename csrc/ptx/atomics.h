@@ -10,15 +10,6 @@ __device__ inline void red_add(float* target, float x) {
                : "memory");
 }
 
-// The same for four neighbouring elements, from 16 bytes on (Hopper).
-// PTX ISA, "Parallel Synchronization and Communication Instructions: red" (.v4.f32)
-__device__ inline void red_add(float4* target, const float (&x)[4]) {
-  asm volatile(
-      "red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(__cvta_generic_to_global(target)),
-      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
-      : "memory");
-}
-
 // PTX ISA, "Data Movement and Conversion Instructions: ld" (.acquire.gpu)
 __device__ inline int load_acquire(const int* source) {
   int x;

@@ -9,14 +9,14 @@
 //
 // Their warps have roles:
 //
-//   producer   one warp: finds the next tile, has TMA load its K and V, then Q and dO block by
-//   block consumers  two warpgroups: own 64 keys each; dK and dV stay in their registers, and P^T
-//   and
-//              dS^T go from there into the products
+//   producer   one warp: finds the next tile, has TMA load K and V, then Q and dO block by block
+//   consumers  two warpgroups: own 64 keys each; dK and dV stay in their registers, and so do P^T
+//              and dS^T
+//   adder      one warp: has TMA add dQ to a float32 workspace
 //
-// dS is written to shared memory for dQ, which needs all keys of the tile: each warpgroup computes
-// half of its columns, or they take turns. From registers it is added to a float32 workspace, in
-// any order or, to be deterministic, in the order of the keys.
+// dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
+// dQ. The causal or window mask: KeyTileRange takes the blocks of queries that see some key,
+// `mask_scores` in `consume` hides single keys (common/mask.h).
 #pragma once
 
 #include <cuda.h>
@@ -184,8 +184,8 @@ __device__ void produce(BackwardProducer<Config> producer) {
       shared.q_pipeline.wait_empty(state);
       uint64_t& full = shared.q_pipeline.full[state.stage()];
       if (lane == 0) {
-        const int m_begin = m_block * kBlockM,
-                  row_tile = head * params.row_tiles + first_tile + m_block;
+        const int m_begin = m_block * kBlockM;
+        const int row_tile = head * params.row_tiles + first_tile + m_block;
         int turn = 0;
         if (params.dq_turn != nullptr) {
           const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
@@ -287,8 +287,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   const int warp = warp_uniform(thread / 32);
   const int first_key = warpgroup * kRows + warp * 16;  // of the warp, in the tile
 
-  // Where the warp's part of dS goes: a lane has the address of a row of queries of matrix lane /
-  // 8, 8 queries by 8 keys.
+  // Where the warp's part of dS goes, as rows of queries: stmatrix takes from each lane the address
+  // of a row of an 8 x 8 matrix, of matrix lane / 8.
   const uint32_t ds_row = (lane / 16 * 8 + lane % 8) * kPartRowBytes;
   const uint32_t ds_chunk = ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
   const uint32_t ds_place = warpgroup * kBlockM * kPartRowBytes + ds_row + ds_chunk;
@@ -314,7 +314,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       shared.k_pipeline.wait_full(kv_state);
       shared.v_pipeline.wait_full(kv_state);
     }
-    // What a warp has stored of dQ is handed over in the next step, when the stores are done.
+    // What a warp has stored of dQ is handed over in the next step: then the fence need not wait
+    // for the stores.
     const auto hand_over_dq = [&] {
       cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
       arrive_of_warp(shared.dq_pipeline.full[0], lane);
@@ -493,7 +494,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   arrive_of_warp(shared.dq_pipeline.full[0], lane);
 }
 
-// ---- The warp that adds dQ ---------------------------------------------------------------------
+// ---- Adder -------------------------------------------------------------------------------------
 
 // Adds each step's dQ to the workspace. To be deterministic, the tiles that see some queries add in
 // the order of their keys.
@@ -507,8 +508,8 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
     if (state.count == shared.step_total) break;
     const auto [head, m_begin, row_tile, turn, is_last] =
         shared.steps[state.count % Config::kStepSlots];
-    int* const turns = params.dq_turn + row_tile;
-    if (params.dq_turn != nullptr) {
+    int* const turns = params.dq_turn == nullptr ? nullptr : params.dq_turn + row_tile;
+    if (turns != nullptr) {
       // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
       // forever.
       while (ptx::load_acquire(turns) < turn) {
@@ -522,7 +523,7 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
     cuda::ptx::cp_async_bulk_commit_group();
     cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
     arrive(shared.dq_pipeline.empty[0]);
-    if (params.dq_turn != nullptr) {
+    if (turns != nullptr) {
       cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
       __threadfence();
       ptx::red_release_increment(turns);

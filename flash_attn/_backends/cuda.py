@@ -474,7 +474,7 @@ def _compact(x: Tensor) -> Tensor:
 def _fits(x: Tensor, backend: str) -> bool:
     """Whether a backward can take dq, dk, dv, dout or the caller's out as it is.
 
-    The kernels want rows without gaps; those of sm90 also that they can be moved 16 bytes at a time.
+    The kernels want rows without gaps; those of sm90 also that 16 bytes can be moved at a time.
     """
     return x.stride(-1) == 1 and (backend != "sm90" or _is_aligned(x))
 
