@@ -21,6 +21,8 @@ STYLES = {
     "sm80_ordered": ("flash_attn sm80, deterministic", "#8fb2e0"),
     "tiled": ("flash_attn tiled", "#bcd2ee"),
     "math": ("standard attention (PyTorch math)", "#8c8c8c"),
+    "standard": ("standard attention (by hand)", "#5c5c5c"),
+    "float32": ("float32 (PyTorch math)", "#1e1e1e"),
     "efficient": ("PyTorch memory-efficient", "#e3b23c"),
     "flash": ("PyTorch flash (FA2 on a GPU)", "#d1603d"),
     "flash_op": ("PyTorch flash, the operator alone", "#f0a58f"),
@@ -100,7 +102,7 @@ def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
                 for row, speed in zip(rows, speeds, strict=True)
                 if (row["headdim"], row["causal"]) == (headdim, causal)
             }
-            draw_bars(axes, by_seqlen, names)
+            draw_bars(axes, {thousands(n): by_seqlen[n] for n in sorted(by_seqlen)}, names)
             axes.set_title(f"head dim {headdim}, {'causal' if causal else 'not causal'}")
             if k % columns == 0:
                 axes.set_ylabel("TFLOP/s")
@@ -174,18 +176,18 @@ def case_words(row: Row) -> tuple[str, ...]:
     return tuple(word for word in words if word)
 
 
-def draw_bars(axes: Axes, by_seqlen: dict[int, dict[str, float]], names: Sequence[str]) -> None:
-    seqlens = sorted(by_seqlen)
+def draw_bars(axes: Axes, groups: dict[str, dict[str, float]], names: Sequence[str]) -> None:
+    """Draw a group of bars, one a name, for each label."""
     width = 0.86 / len(names)
     for k, name in enumerate(names):
-        places = [i for i, seqlen in enumerate(seqlens) if name in by_seqlen[seqlen]]
-        heights = [by_seqlen[seqlens[i]][name] for i in places]
+        places = [i for i, bars in enumerate(groups.values()) if name in bars]
+        heights = [bars[name] for bars in groups.values() if name in bars]
         x = [i + (k - (len(names) - 1) / 2) * width for i in places]
-        bars = axes.bar(x, heights, width, color=STYLES[name][1])
+        drawn = axes.bar(x, heights, width, color=STYLES[name][1])
         texts = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
-        crowded = len(names) * len(seqlens) > 12
-        axes.bar_label(bars, texts, fontsize=8, rotation=90 if crowded else 0, padding=2)
-    axes.set_xticks(range(len(seqlens)), [thousands(seqlen) for seqlen in seqlens])
+        crowded = len(names) * len(groups) > 12
+        axes.bar_label(drawn, texts, fontsize=8, rotation=90 if crowded else 0, padding=2)
+    axes.set_xticks(range(len(groups)), list(groups))
     axes.margins(x=0.01, y=0.16)
 
 
@@ -229,6 +231,62 @@ def memory(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     mask = "causal" if row["causal"] else "not causal"
     finish(figure, f"{title}\n{row['dtype']}, {mask}, batch 1, {heads}", names)
     yield "", figure
+
+
+def training(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Bars of the speed and of the memory of training steps, or curves of losses.
+
+    Models of one sequence length share a panel; each other has its own.
+    """
+    rows, environment = data["rows"], data["environment"]
+    if "loss" in rows[0]:
+        yield "", losses(rows, environment["device"])
+        return
+    by_model: dict[str, list[Row]] = {}
+    for row in rows:
+        by_model.setdefault(row["model"], []).append(row)
+    panels: dict[str, dict[str, Row]] = {}  # title to label to row
+    for model, same in by_model.items():
+        for row in same:
+            size = thousands(row["seqlen"])
+            title, label = ("", f"{model}\n{size}") if len(same) == 1 else (f"{model}, ", size)
+            panels.setdefault(f"{title}tokens a sequence", {})[label] = row
+    for field, unit, name in (("tflops", "TFLOP/s", ""), ("peak_gib", "peak GiB", "-memory")):
+        names = [each for each in STYLES if any(each in row[field] for row in rows)]
+        if not names:
+            continue
+        figure = new_figure(WIDTH, 1.2 + 2.7 * len(panels))
+        all_axes = figure.subplots(len(panels), squeeze=False).flat
+        for axes, (label, group) in zip(all_axes, panels.items(), strict=True):
+            draw_bars(axes, {each: row[field] for each, row in group.items()}, names)
+            axes.set_xlabel(label)
+            axes.set_ylabel(unit)
+            if field == "tflops" and (peak := environment["arguments"]["peak"]):
+                share = (lambda x, p=peak: 100 * x / p, lambda x, p=peak: x * p / 100)
+                axes.secondary_yaxis("right", functions=share).set_ylabel(f"% of {peak:g}")
+        title = f"Training steps in {rows[0]['dtype']} on {environment['device']}"
+        finish(figure, title, names)
+        yield name, figure
+
+
+def losses(rows: Sequence[Row], device: str) -> Figure:
+    """Losses by step, and how far they are from those of float32."""
+    names = [name for name in STYLES if name in rows[0]["loss"]]
+    steps = [row["step"] for row in rows]
+    figure = new_figure(WIDTH, 3.8)
+    left, right = figure.subplots(1, 2)
+    for k, name in enumerate(reversed(names)):  # the thin line of ours above the others
+        style: dict[str, Any] = {"color": STYLES[name][1], "linewidth": len(names) - k}
+        left.plot(steps, [row["loss"][name] for row in rows], **style)
+        if name != "float32":
+            gaps = [row["loss"][name] - row["loss"]["float32"] for row in rows]
+            right.plot(steps, gaps, **style)
+    left.set_ylabel("loss")
+    right.set_ylabel("loss less that of float32")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+    finish(figure, f"A small GPT trained in bf16 and in float32 on {device}", names)
+    return figure
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -122,16 +122,19 @@ def find_providers(math_gib: float = 40.0, fa3_library: str | None = None) -> di
     }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
     """Add the options of ``chosen_providers``; the caller sets the defaults."""
-    add = parser.add_argument
-    add("--providers", nargs="+", choices=list(find_providers()), help="in the order of the table")
+    add, names = parser.add_argument, [*find_providers(), *others]
+    add("--providers", nargs="+", choices=names, help="in the order of the table")
     add("--fa3-library", metavar="PATH", help="adds fa3: registers flash_attn_3's fwd and bwd")
     add("--math-gib", type=float, help="math is skipped where its matrices take more")
 
 
-def chosen_providers(arguments: argparse.Namespace) -> dict[str, Provider]:
-    everyone = find_providers(arguments.math_gib, arguments.fa3_library)
+def chosen_providers(
+    arguments: argparse.Namespace, others: Mapping[str, Provider] | None = None
+) -> dict[str, Provider]:
+    """The providers by name; ``others`` are those of one script alone."""
+    everyone = {**find_providers(arguments.math_gib, arguments.fa3_library), **(others or {})}
     names = [*arguments.providers, *(["fa3"] if arguments.fa3_library else [])]
     if "flashinfer" in names and not _has_flashinfer():
         names.remove("flashinfer")
