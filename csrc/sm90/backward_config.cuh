@@ -12,12 +12,10 @@
 
 namespace flash::sm90 {
 
-// A step of a tile: one block of queries of one head.
-struct alignas(16) Step {
-  int head, m_begin;
-  int row_tile;  // in the workspaces
+// What a step is to the warp that adds its dQ.
+struct alignas(8) Step {
+  int row_tile;  // in the workspaces; -1: there are no more steps
   int turn;      // of the tile, among those that add to dQ of these queries: by the order of keys
-  bool is_last;  // of the tile
 };
 
 template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures>
@@ -29,7 +27,7 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr int kDsStages = kTile.ds_stages;
-  static constexpr bool kEarlyScores = kTile.early_scores;
+  static constexpr EarlyScores kEarlyScores = kTile.early_scores;
   static constexpr int kHalves = kBlockM / kWarpgroupRows;
 
   static constexpr int kConsumers = kBlockN / kWarpgroupRows;  // warpgroups
@@ -61,7 +59,6 @@ struct BackwardConfig {
     alignas(16) float statistics[kStages][2 * kBlockM];
     // The last steps: who adds dQ is up to three behind the producer.
     Step steps[kStepSlots];
-    int step_total;  // of all tiles, once the producer has no more
     Pipeline<kKvStages> k_pipeline, v_pipeline;
     Pipeline<kStages> q_pipeline, dout_pipeline;
     Pipeline<kDsStages> ds_pipeline;

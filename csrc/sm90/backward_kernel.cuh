@@ -41,6 +41,7 @@
 #include "sm90/backward_config.cuh"
 #include "sm90/backward_rows.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/split.cuh"
 #include "sm90/store.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
@@ -73,7 +74,24 @@ struct KeyTiles {
   }
 };
 
+// Where a warp is among the steps of a tile: a step is one block of queries for one query head. The
+// last queries come first: under a causal mask all tiles see those, so that they add to dQ in step
+// with each other.
+struct StepIterator {
+  int head, m_block;
+  int left;  // steps, with this one
+
+  __device__ void next(Range m_blocks) {
+    --left;
+    if (--m_block < m_blocks.begin) {
+      ++head;
+      m_block = m_blocks.end - 1;
+    }
+  }
+};
+
 // One tile: keys n_begin .. n_begin + kBlockN - 1 and the blocks of queries that see some of them.
+// The steps may be divided among several parts.
 template <typename Config>
 struct KeyTileRange {
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
@@ -99,9 +117,29 @@ struct KeyTileRange {
     mask.seqlen_k = warp_uniform(mask.seqlen_k);
     mask.shift = warp_uniform(mask.shift);
   }
+
+  // The steps of this part, head by head.
+  __device__ StepIterator steps(const BackwardParams& params, const BackwardSchedule& schedule,
+                                const Tile& tile) const {
+    const int group = params.nheads / params.nheads_kv;
+    const int blocks = m_blocks.end - m_blocks.begin;
+    if (blocks <= 0) return {0, 0, 0};
+    const int head = tile.head_kv * group;
+    if (schedule.splits == 1) return {head, m_blocks.end - 1, blocks * group};
+    const int begin = blocks * group * tile.part / schedule.splits;
+    const int end = blocks * group * (tile.part + 1) / schedule.splits;
+    return {head + begin / blocks, m_blocks.end - 1 - begin % blocks, end - begin};
+  }
 };
 
 // ---- Producer ----------------------------------------------------------------------------------
+
+// To shared memory, from global memory.
+struct BulkCopy {
+  void* target;
+  const void* source;
+  int bytes;
+};
 
 template <typename Config>
 struct BackwardProducer {
@@ -116,13 +154,19 @@ struct BackwardProducer {
 
   // Loads kRows rows of a tensor, from row `row` of a sequence on. Of them `valid_rows` are the
   // sequence's; if `clear`, the others become zero.
+  // beside: what comes with them
   template <int kRows, int kCols>
   __device__ void load(T* tile, const CUtensorMap& map, uint64_t& full, int slot, int first,
-                       int head, int row, int valid_rows, bool clear) {
+                       int head, int row, int valid_rows, bool clear, const BulkCopy& beside = {}) {
     const BlockTable table{};
     const SequenceRows rows{slot, 0, first, head, table};
     clear = clear && valid_rows < kRows;
-    load_rows<kRows, kCols>(tile, map, clear ? shared.tail_full : full, rows, row, kRows, lane);
+    uint64_t& barrier = clear ? shared.tail_full : full;
+    load_rows<kRows, kCols>(tile, map, barrier, rows, row, kRows, lane, beside.bytes);
+    if (lane == 0 && beside.bytes > 0) {
+      cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, beside.target,
+                               beside.source, beside.bytes, &barrier);
+    }
     if (clear) {
       wait(shared.tail_full, tail_state.phase());
       tail_state.advance();
@@ -147,12 +191,17 @@ __device__ void produce(BackwardProducer<Config> producer) {
   PipelineState<Config::kStages> state;
   for (;; scheduler.next()) {
     const Tile tile = scheduler.tile();
-    if (tile.batch < 0) shared.step_total = state.count;
+    if (tile.batch < 0) {
+      // The end of the steps, for the warp that adds.
+      shared.q_pipeline.wait_empty(state);
+      if (lane == 0) shared.steps[state.count % Config::kStepSlots].row_tile = -1;
+    }
     shared.tiles.send(tile, tile_state, lane);
     if (tile.batch < 0) return;
     const KeyTileRange<Config> range(params, schedule, tile);
+    StepIterator step = range.steps(params, schedule, tile);
     ptx::wait_for_earlier_kernels();
-    if (range.m_blocks.empty()) continue;
+    if (step.left == 0) continue;
     const Sequence& sequence = range.sequence;
     const int first_tile = dq_tile<kBlockM>(params, sequence, tile.batch);
     const auto load_keys = [&](auto cols, auto& pipeline, auto* stages, const CUtensorMap& map) {
@@ -163,53 +212,37 @@ __device__ void produce(BackwardProducer<Config> producer) {
           schedule.clear_tail_k);
     };
     const auto load_queries = [&](auto cols, auto& pipeline, auto* stages, const CUtensorMap& map,
-                                  int head, int m_block) {
+                                  const BulkCopy& beside = {}) {
+      const int m_begin = step.m_block * kBlockM;
+      pipeline.wait_empty(state);
       producer.template load<kBlockM, decltype(cols)::value>(
           stages[state.stage()], map, pipeline.full[state.stage()], sequence.q_batch,
-          sequence.q_first, head, m_block * kBlockM, sequence.seqlen_q - m_block * kBlockM,
-          schedule.clear_tail_q);
+          sequence.q_first, step.head, m_begin, sequence.seqlen_q - m_begin, schedule.clear_tail_q,
+          beside);
     };
     const std::integral_constant<int, kHeadDim> cols{};
     const std::integral_constant<int, kHeadDimV> cols_v{};
-    bool first = true;
     load_keys(cols, shared.k_pipeline, shared.k, producer.maps.k);
-    const int group = params.nheads / params.nheads_kv;
-    const int first_head = tile.head_kv * group, last_head = first_head + group - 1;
-    int head = first_head, m_block = range.m_blocks.end - 1;
 #pragma unroll 1
-    for (bool is_last = false; !is_last;) {
-      // The last queries come first: under a causal mask all tiles see those, so that they add to
-      // dQ in step with each other.
-      is_last = head == last_head && m_block == range.m_blocks.begin;
+    for (bool first = true; step.left > 0; first = false, step.next(range.m_blocks)) {
+      const int row_tile = step.head * params.row_tiles + first_tile + step.m_block;
       shared.q_pipeline.wait_empty(state);
-      uint64_t& full = shared.q_pipeline.full[state.stage()];
       if (lane == 0) {
-        const int m_begin = m_block * kBlockM;
-        const int row_tile = head * params.row_tiles + first_tile + m_block;
         int turn = 0;
         if (params.dq_turn != nullptr) {
+          const int m_begin = step.m_block * kBlockM;
           const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
           turn = range.n_block - key_blocks<kBlockN>(range.mask, m_begin, m_end).begin;
         }
-        shared.steps[state.count % Config::kStepSlots] = {head, m_begin, row_tile, turn, is_last};
-        // Beside Q, which arrives by itself.
-        constexpr int kBytes = sizeof(shared.statistics[0]);
-        cuda::ptx::mbarrier_expect_tx(cuda::ptx::sem_relaxed, cuda::ptx::scope_cta,
-                                      cuda::ptx::space_shared, &full, kBytes);
-        cuda::ptx::cp_async_bulk(
-            cuda::ptx::space_cluster, cuda::ptx::space_global, shared.statistics[state.stage()],
-            params.row_statistics + int64_t{row_tile} * (2 * kBlockM), kBytes, &full);
+        shared.steps[state.count % Config::kStepSlots] = {row_tile, turn};
       }
-      load_queries(cols, shared.q_pipeline, shared.q, producer.maps.q, head, m_block);
+      load_queries(cols, shared.q_pipeline, shared.q, producer.maps.q,
+                   {shared.statistics[state.stage()],
+                    params.row_statistics + int64_t{row_tile} * (2 * kBlockM),
+                    sizeof(shared.statistics[0])});
       if (first) load_keys(cols_v, shared.v_pipeline, shared.v, producer.maps.v);
-      first = false;
-      shared.dout_pipeline.wait_empty(state);
-      load_queries(cols_v, shared.dout_pipeline, shared.dout, producer.maps.dout, head, m_block);
+      load_queries(cols_v, shared.dout_pipeline, shared.dout, producer.maps.dout);
       state.advance();
-      if (--m_block < range.m_blocks.begin) {
-        ++head;
-        m_block = range.m_blocks.end - 1;
-      }
     }
     kv_state.advance();
   }
@@ -217,13 +250,20 @@ __device__ void produce(BackwardProducer<Config> producer) {
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// P^T = exp(S^T - lse). p: S^T, accumulators of keys by queries; lse: shared, (kBlockM), in units
-// of log 2, from the lane's first query on
+// What a lane needs of a statistic in shared memory: of queries 8 n and 8 n + 1, from its first on.
 template <int kColTiles>
-__device__ void exponentiate(float (&p)[1][kColTiles][4], const float* lse, float scale_log2) {
+__device__ void load_statistic(float2 (&x)[kColTiles], const float* statistic) {
+#pragma unroll
+  for (int n = 0; n < kColTiles; ++n) x[n] = *reinterpret_cast<const float2*>(statistic + n * 8);
+}
+
+// P^T = exp(S^T - lse). p: S^T, accumulators of keys by queries; lse: in units of log 2
+template <int kColTiles>
+__device__ void exponentiate(float (&p)[1][kColTiles][4], const float2 (&lse)[kColTiles],
+                             float scale_log2) {
 #pragma unroll
   for (int n = 0; n < kColTiles; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(lse + n * 8);
+    const float2 pair = lse[n];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       p[0][n][j] = ptx::ex2(fmaf(p[0][n][j], scale_log2, j % 2 == 0 ? -pair.x : -pair.y));
@@ -231,13 +271,14 @@ __device__ void exponentiate(float (&p)[1][kColTiles][4], const float* lse, floa
   }
 }
 
-// dP^T becomes dS^T = P^T * (dP^T - delta). delta: as lse
+// dP^T becomes dS^T = P^T * (dP^T - delta).
 template <int kColTiles>
 __device__ void differentiate_scores(float (&ds)[1][kColTiles][4],
-                                     const float (&p)[1][kColTiles][4], const float* delta) {
+                                     const float (&p)[1][kColTiles][4],
+                                     const float2 (&delta)[kColTiles]) {
 #pragma unroll
   for (int n = 0; n < kColTiles; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(delta + n * 8);
+    const float2 pair = delta[n];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       ds[0][n][j] = p[0][n][j] * (ds[0][n][j] - (j % 2 == 0 ? pair.x : pair.y));
@@ -274,6 +315,29 @@ __device__ uint32_t kept_bits(const Dropout& dropout, int query_tile, int key_ti
   return bits;
 }
 
+// Leaves a warp's part of dK and dV; adds up the parts and returns true if it is the last.
+template <typename Config>
+__device__ bool sum_parts(const BackwardParams& params, const BackwardSchedule& schedule,
+                          const Tile& tile, float (&dk)[1][Config::kHeadDim / 8][4],
+                          float (&dv)[1][Config::kHeadDimV / 8][4], int warp, int lane) {
+  constexpr int kDkSize = Config::kHeadDim / 8 * 32, kSize = kDkSize + Config::kHeadDimV / 8 * 32;
+  const int head = tile.batch * schedule.heads + tile.head;
+  const int place = (head * schedule.blocks + tile.block) * Config::kConsumerWarps + warp;
+  float4* const parts =
+      reinterpret_cast<float4*>(params.partial_dkv) + int64_t{1} * place * schedule.splits * kSize;
+  leave_part(parts + tile.part * kSize, dk, lane);
+  leave_part(parts + tile.part * kSize + kDkSize, dv, lane);
+  if (!is_last_part(params.counters + 1 + place, schedule.splits, lane)) return false;
+  clear(dk);
+  clear(dv);
+#pragma unroll 1
+  for (int i = 0; i < schedule.splits; ++i) {
+    add_part(dk, parts + i * kSize, lane);
+    add_part(dv, parts + i * kSize + kDkSize, lane);
+  }
+  return true;
+}
+
 template <typename Config>
 __device__ void consume(const BackwardParams& params, const BackwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
@@ -281,7 +345,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   constexpr bool kFull = Config::kFull;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHalves = Config::kHalves;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
-  constexpr int kRows = kWarpgroupRows;           // of a half: queries
+  constexpr int kRows = kWarpgroupRows;  // of a half: queries
+  constexpr bool kEarly = Config::kEarlyScores != EarlyScores::kNone;
   constexpr int kSteps = kRows / kWgmmaDepth<T>;  // over the queries of a half
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int warp = warp_uniform(thread / 32);
@@ -300,11 +365,13 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   PipelineState<Config::kKvStages> kv_state;
   uint32_t step_count = 0;
   for (;;) {
-    const Tile tile = shared.tiles.receive(tile_state, lane);
+    // It stays where it is, and is read again instead of occupying registers.
+    const Tile& tile = shared.tiles.look(tile_state);
     if (warp_uniform(tile.batch) < 0) break;
     const KeyTileRange<Config> range(params, schedule, tile);
     const int n_begin = warp_uniform(range.n_begin);
-    const bool has_steps = !range.m_blocks.empty();
+    StepIterator step = range.steps(params, schedule, tile);
+    const bool has_steps = warp_uniform_condition(step.left > 0);
     float dk[1][kHeadDim / 8][4] = {}, dv[1][kHeadDimV / 8][4] = {};
     ptx::wait_for_earlier_kernels();
 
@@ -321,21 +388,22 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       arrive_of_warp(shared.dq_pipeline.full[0], lane);
     };
     float p[kHalves][1][kRows / 8][4];
+    static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
+    const auto stage_of = [](uint32_t count) { return warp_uniform_condition(count & 1) ? 1 : 0; };
     const auto start_scores = [&](uint32_t count, int half) {
-      const int stage = warp_uniform(count % Config::kStages);
+      const int stage = stage_of(count);
       if (half == 0) shared.q_pipeline.wait_full(PipelineState<Config::kStages>{count});
       start_multiply<T, kHeadDim>(p[half][0], KMajor<T, kBlockN>(k, warpgroup * kRows),
                                   KMajor<T, kBlockM>(shared.q[stage], half * kRows));
     };
-    if (Config::kEarlyScores && has_steps) {
+    if (kEarly && has_steps) {
       start_scores(step_count, 0);
       ptx::wgmma_wait<0>(p[0][0]);
     }
-    const uint32_t first_step = step_count;
+    bool first = true;
 #pragma unroll 1
     for (bool more = has_steps; more; ++step_count) {
-      static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
-      const int stage = warp_uniform(step_count % 2);
+      const int stage = stage_of(step_count);
       const PipelineState<Config::kStages> state{step_count};
       const PipelineState<Config::kDsStages> ds_state{step_count};
       const PipelineState<1> dq_state{step_count};
@@ -348,22 +416,22 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         start_multiply<T, kHeadDimV>(ds[0], KMajor<T, kBlockN>(v, warpgroup * kRows),
                                      KMajor<T, kBlockM>(dout, half * kRows));
       };
-      if (!Config::kEarlyScores) start_scores(step_count, 0);
-      const Step& step = shared.steps[step_count % Config::kStepSlots];
-      const int m_begin = step.m_begin;
-      more = warp_uniform(step.is_last ? 0 : 1) != 0;
+      if (!kEarly) start_scores(step_count, 0);
+      more = warp_uniform_condition(step.left > 1);
       shared.dout_pipeline.wait_full(state);
       start_dp(0);
       if constexpr (kHalves == 2) start_scores(step_count, 1);
-      if (step_count != first_step) hand_over_dq();
+      if (!first) hand_over_dq();
 
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const float* const statistics = shared.statistics[stage] + half * kRows + lane % 4 * 2;
-        const int query_begin = m_begin + half * kRows;
+        float2 lse[kRows / 8], delta[kRows / 8];
+        load_statistic(lse, statistics);
+        const int query_begin = step.m_block * kBlockM + half * kRows;
         // Behind S^T: dP^T and the other half's S^T, or dV, dK and dP^T.
         if (half == 0) {
-          if (!Config::kEarlyScores) ptx::wgmma_wait<kHalves>(p[half][0]);
+          if (!kEarly) ptx::wgmma_wait<kHalves>(p[half][0]);
         } else {
           ptx::wgmma_wait<3>(p[half][0]);
         }
@@ -384,7 +452,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
               [&](int m, int n, int j, float slope) { derivative[m][n][j] = slope; });
         }
         mask_scores();
-        exponentiate(p[half], statistics, scale_log2);
+        load_statistic(delta, statistics + kBlockM);
+        exponentiate(p[half], lse, scale_log2);
 
         uint32_t p_operands[kSteps][4], ds_operands[kSteps][4];
         uint32_t kept = ~0u;
@@ -419,7 +488,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
             });
           }
         }
-        differentiate_scores(ds, p[half], statistics + kBlockM);
+        differentiate_scores(ds, p[half], delta);
         pack_operands<T>(ds_operands, ds);
 
         if (half == 0) shared.ds_pipeline.wait_empty(ds_state);
@@ -436,23 +505,23 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         if (half < kHalves - 1) start_dp(half + 1);
       }
 
-      if (Config::kEarlyScores) {
-        // The next step's scores. Of the last step they are computed again: a condition would make
-        // the compiler wait for each product.
+      // The next step's scores. Of the last step they are computed again: a condition would make
+      // the compiler wait for each product.
+      if (Config::kEarlyScores == EarlyScores::kBeforeDq) {
         ptx::wgmma_wait<1>(dv[0]);
         start_scores(step_count + more, 0);
       }
-      constexpr int kBehind = Config::kEarlyScores ? 2 : 1;  // dV and dK
       shared.ds_pipeline.wait_full(ds_state);
       float dq[Config::kDqCols / 8][4];
       start_multiply<T, kBlockN>(dq, KMajor<T, kBlockM>(ds_tile, dq_half * kRows),
                                  MnMajor<T, kBlockN>(k, 0, dq_col));
+      constexpr int kBehind = Config::kEarlyScores == EarlyScores::kBeforeDq ? 2 : 1;  // dV and dK
       ptx::wgmma_wait<kBehind>(dv[0]);
       ptx::wgmma_wait<kBehind>(dk[0]);
+      if (Config::kEarlyScores == EarlyScores::kBehindDq) start_scores(step_count + more, 0);
       shared.q_pipeline.release(state, lane);
       shared.dout_pipeline.release(state, lane);
-      ptx::wgmma_wait<0>(dq);
-      if (Config::kEarlyScores) ptx::wgmma_wait<0>(p[0][0]);
+      ptx::wgmma_wait<Config::kEarlyScores == EarlyScores::kBehindDq ? 1 : 0>(dq);
       shared.ds_pipeline.release(ds_state, lane);
 
       // Another warp adds it to the workspace.
@@ -466,6 +535,9 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
           dq_target[n * 32] = make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]);
         }
       }
+      if (kEarly) ptx::wgmma_wait<0>(p[0][0]);
+      first = false;
+      step.next(range.m_blocks);
     }
     if (has_steps) {
       hand_over_dq();
@@ -474,13 +546,14 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       kv_state.advance();
     }
 
-    // What it needs of the sequence is read again instead of occupying registers.
-    const Sequence sequence(params, ptx::opaque(tile.batch));
+    const bool is_last = schedule.splits == 1 || sum_parts<Config>(params, schedule, tile, dk, dv,
+                                                                   warpgroup * 4 + warp, lane);
+    const Sequence sequence(params, tile.batch);
     T *dk_rows[2], *dv_rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int key = n_begin + first_key + half * 8 + lane / 4, row = sequence.k_first + key;
-      const bool valid = key < sequence.seqlen_k;
+      const bool valid = is_last && key < sequence.seqlen_k;
       dk_rows[half] = valid ? rows_of<T>(params.dk, sequence.k_batch, row, tile.head_kv) : nullptr;
       dv_rows[half] = valid ? rows_of<T>(params.dv, sequence.k_batch, row, tile.head_kv) : nullptr;
     }
@@ -488,6 +561,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
     if (kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
     store_accumulators<T, 4>(dk_rows, params.headdim, dk[0], lane);
     store_accumulators<T, 4>(dv_rows, params.headdim_v, dv[0], lane);
+    shared.tiles.release(tile_state, lane);
+    tile_state.advance();
   }
   // The end, for the warp that adds.
   shared.dq_pipeline.wait_empty(PipelineState<1>{step_count});
@@ -505,9 +580,8 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
   if (lane != 0) return;
   for (PipelineState<1> state;; state.advance()) {
     shared.dq_pipeline.wait_full(state);
-    if (state.count == shared.step_total) break;
-    const auto [head, m_begin, row_tile, turn, is_last] =
-        shared.steps[state.count % Config::kStepSlots];
+    const auto [row_tile, turn] = shared.steps[state.count % Config::kStepSlots];
+    if (row_tile < 0) break;
     int* const turns = params.dq_turn == nullptr ? nullptr : params.dq_turn + row_tile;
     if (turns != nullptr) {
       // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
@@ -558,7 +632,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       init_barrier(shared.ds_pipeline.full[i], Config::kConsumerWarps);
       init_barrier(shared.ds_pipeline.empty[i], Config::kConsumerWarps);
     }
-    shared.step_total = -1;
     init_barrier(shared.dq_pipeline.full[0], Config::kConsumerWarps);
     init_barrier(shared.dq_pipeline.empty[0], 1);
     init_barrier(shared.tail_full, 1);

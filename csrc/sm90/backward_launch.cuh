@@ -41,10 +41,22 @@ inline int row_tiles(const BackwardParams& params, int rows) {
   return static_cast<int>(tiles);
 }
 
+// Into so many parts the steps of each tile are divided, where tiles are few: then a GPU has parts
+// enough, also if they differ much in length.
+constexpr int kWantedParts = 2;  // for each SM
+
+template <typename Config>
+int count_splits(const BackwardParams& params, int64_t tiles) {
+  if (1 + tiles * Config::kConsumerWarps > kKeptZero) return 1;
+  const int64_t wanted = int64_t{kWantedParts} * multiprocessors() / std::max<int64_t>(tiles, 1);
+  const int64_t steps = int64_t{params.nheads / params.nheads_kv} *
+                        ((params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM);
+  return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(steps / 2, 1)));
+}
+
 template <typename Config>
 BackwardSchedule make_schedule(const BackwardParams& params) {
   BackwardSchedule schedule{};
-  schedule.splits = 1;
   schedule.heads = params.nheads_kv;
   schedule.heads_of_kv = 1;
   schedule.blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
@@ -54,12 +66,15 @@ BackwardSchedule make_schedule(const BackwardParams& params) {
                                 "; accepted: up to 2^31 - 1");
   }
   schedule.tiles = static_cast<int>(tiles);
+  schedule.splits = count_splits<Config>(params, tiles);
+  schedule.tiles *= schedule.splits;
   const int64_t head_bytes = int64_t{params.seqlen_q} * (params.nheads / params.nheads_kv) *
                              (sizeof(typename Config::T) * (params.headdim + params.headdim_v) +
                               sizeof(float) * Config::kHeadDim);
   const int64_t least = params.deterministic ? kOrderedHeads : 1;
-  schedule.section = static_cast<int>(
-      std::clamp<int64_t>(kBackwardSectionBytes / head_bytes, std::min(least, heads), heads));
+  schedule.section =
+      schedule.splits * static_cast<int>(std::clamp<int64_t>(kBackwardSectionBytes / head_bytes,
+                                                             std::min(least, heads), heads));
   schedule.last_section = schedule.section;
   schedule.clear_tail_q = params.cu_seqlens_q != nullptr;
   schedule.clear_tail_k = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr;
@@ -109,6 +124,11 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles);
 
   const BackwardSchedule schedule = make_schedule<Config>(params);
+  if (schedule.splits > 1) {
+    wanted.add(
+        "partial_dkv", params.partial_dkv,
+        int64_t{1} * schedule.tiles * Config::kBlockN * (Config::kHeadDim + Config::kHeadDimV));
+  }
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t key_tiles =
       params.cu_seqlens_k == nullptr

@@ -3,21 +3,24 @@
 
 namespace flash::sm90 {
 
+// Where S^T of the next step is started: at its place, or beside the last products of this step.
+enum class EarlyScores { kNone, kBeforeDq, kBehindDq };
+
 struct BackwardTile {
-  int block_m;        // queries of one step: 64, or 128 in two halves
-  int block_n;        // keys of a tile: 64 for each consumer warpgroup
-  int stages;         // of Q and of dO in shared memory
-  int ds_stages;      // of dS
-  int kv_stages;      // of K and V; 2: the next tile's are loaded beside this one's
-  bool early_scores;  // S^T of the next step is started beside the last products of this one
+  int block_m;    // queries of one step: 64, or 128 in two halves
+  int block_n;    // keys of a tile: 64 for each consumer warpgroup
+  int stages;     // of Q and of dO in shared memory
+  int ds_stages;  // of dS
+  int kv_stages;  // of K and V; 2: the next tile's are loaded beside this one's
+  EarlyScores early_scores;
 };
 
 // TFLOP/s on an H200 in bf16, 8192 tokens, full / causal: with early scores, without. At head dim
 // 128 they would need more registers than there are.
 constexpr BackwardTile backward_tile(int headdim) {
-  if (headdim <= 64) return {128, 128, 2, 1, 2, true};  // 504 / 485, 487 / 457
-  if (headdim <= 96) return {64, 128, 2, 2, 1, true};   // 494 / 477, 483 / 475
-  return {64, 128, 2, 2, 1, false};                     // 580 / 537
+  if (headdim <= 64) return {128, 128, 2, 1, 2, EarlyScores::kBeforeDq};
+  if (headdim <= 96) return {64, 128, 2, 2, 1, EarlyScores::kBehindDq};
+  return {64, 128, 2, 2, 1, EarlyScores::kBehindDq};
 }
 
 }  // namespace flash::sm90

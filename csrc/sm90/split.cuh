@@ -1,6 +1,7 @@
-// The keys of a tile divided among thread blocks, for launches with fewer tiles than the GPU has
-// room for. Each part leaves its output and its rows' statistics in a workspace; who is last merges
-// all, always in the same order: the result does not depend on who that is.
+// A tile's work divided among thread blocks, for launches with fewer tiles than the GPU has room
+// for. Each part leaves what it has in a workspace; who is last merges all, always in the same
+// order: the result does not depend on who that is. A forward divides the keys, a backward the
+// queries.
 //
 // Warps own their rows, so each merges by itself: the same warp of all parts shares a counter.
 #pragma once
@@ -20,26 +21,46 @@ struct SplitSlot {
   int* counter;  // zero before and after
 };
 
+// Leaves accumulators for who merges.
+template <int kTiles>
+__device__ void leave_part(float4* target, const float (&x)[1][kTiles][4], int lane) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    __stcg(target + i * 32 + lane, make_float4(x[0][i][0], x[0][i][1], x[0][i][2], x[0][i][3]));
+  }
+}
+
+// After leaving: whether this warp is the last of all parts. The counter is zero again then.
+__device__ inline bool is_last_part(int* counter, int parts, int lane) {
+  __threadfence();
+  __syncwarp();
+  int before = 0;
+  if (lane == 0) before = atomicAdd(counter, 1);
+  before = __shfl_sync(0xffffffff, before, 0);
+  if (before != parts - 1) return false;
+  if (lane == 0) *counter = 0;
+  __threadfence();
+  return true;
+}
+
+// x += what a part has left.
+template <int kTiles>
+__device__ void add_part(float (&x)[1][kTiles][4], const float4* part, int lane) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const float4 y = __ldcg(part + i * 32 + lane);
+    x[0][i][0] += y.x, x[0][i][1] += y.y, x[0][i][2] += y.z, x[0][i][3] += y.w;
+  }
+}
+
 // Leaves this warp's part. If it is the last, merges all into `out` and `softmax` and returns true.
 template <int kOutTiles>
 __device__ bool merge_parts(const SplitSlot& slot, int part, int parts, SoftmaxState<1>& softmax,
                             float (&out)[1][kOutTiles][4], int lane) {
-  float4* const mine = slot.out + part * kOutTiles * 32 + lane;
-#pragma unroll
-  for (int i = 0; i < kOutTiles; ++i) {
-    const float (&x)[4] = out[0][i];
-    __stcg(mine + i * 32, make_float4(x[0], x[1], x[2], x[3]));
-  }
+  leave_part(slot.out + part * kOutTiles * 32, out, lane);
   __stcg(slot.rows + part * 32 + lane,
          make_float4(softmax.reference[0], softmax.reference[1], softmax.sum[0], softmax.sum[1]));
-  __threadfence();
-  __syncwarp();
-  int before = 0;
-  if (lane == 0) before = atomicAdd(slot.counter, 1);
-  before = __shfl_sync(0xffffffff, before, 0);
-  if (before != parts - 1) return false;
-  if (lane == 0) *slot.counter = 0;
-  __threadfence();
+  if (!is_last_part(slot.counter, parts, lane)) return false;
 
   softmax = SoftmaxState<1>(softmax.scale_log2, {-INFINITY, -INFINITY}, false);
   for_each(out, [](float& x, int, int, int) { x = 0.f; });

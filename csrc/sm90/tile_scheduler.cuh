@@ -142,9 +142,13 @@ struct TilePipeline : Pipeline<kTileSlots> {
     arrive_of_warp(full[state.stage()], lane);
     state.advance();
   }
-  __device__ Tile receive(State& state, int lane) {
+  // What `look` returns is there until it is released.
+  __device__ const Tile& look(State state) {
     wait_full(state);
-    const Tile tile = slots[state.stage()];
+    return slots[state.stage()];
+  }
+  __device__ Tile receive(State& state, int lane) {
+    const Tile tile = look(state);
     release(state, lane);
     state.advance();
     return tile;

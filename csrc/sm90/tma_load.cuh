@@ -43,11 +43,12 @@ __device__ void load_box(T* box, const CUtensorMap& map, uint64_t& full, int par
 
 // Loads `rows`, kRows from `row` on, in boxes of box_rows: a lane takes a box.
 // tile: (kParts<T, kCols>, kRows, kBoxCols<T>)
+// other_bytes: what copies of the caller's bring to `full` as well
 template <int kRows, int kCols, typename T>
 __device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const SequenceRows& rows,
-                          int row, int box_rows, int lane) {
+                          int row, int box_rows, int lane, int other_bytes = 0) {
   const BlockTable& table = rows.table;
-  if (lane == 0) arrive_expecting(full, sizeof(T) * kTileSize<T, kRows, kCols>);
+  if (lane == 0) arrive_expecting(full, sizeof(T) * kTileSize<T, kRows, kCols> + other_bytes);
   __syncwarp();
 #pragma unroll 1  // registers are few here
   for (int box_row = ptx::opaque(lane) * box_rows; box_row < kRows; box_row += 32 * box_rows) {
