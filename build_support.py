@@ -80,7 +80,7 @@ KERNELS = tuple(
         ("sm80", "forward", HEADDIMS),
         ("sm80", "backward", HEADDIMS),
         ("sm90", "forward", HEADDIMS[1:]),
-        ("sm90", "backward", HEADDIMS[1:4]),
+        ("sm90", "backward", HEADDIMS[1:]),
     )
     for dtype, headdims, features in product(CPP_DTYPES, all_headdims, CPP_FEATURES)
 )
@@ -272,7 +272,8 @@ rule link
 
 """.splitlines()
     objects = []
-    for name in ("bindings", "call", "graph_slots", "kernels", "sm90/forward_plan"):
+    plans = ("sm90/forward_plan", "sm90/backward_plan")
+    for name in ("bindings", "call", "graph_slots", "kernels", *plans):
         folder = python if name == "bindings" else OBJECTS
         target = folder / f"{name.replace('/', '_')}.o"
         lines.append(f"build {target}: host csrc/{name}.cpp | {folder}/toolchain.txt")

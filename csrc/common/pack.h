@@ -18,4 +18,15 @@ __device__ inline uint32_t pack(float low, float high, __nv_bfloat16) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+template <typename T>
+__device__ float2 unpack(uint32_t pair);
+template <>
+__device__ inline float2 unpack<__half>(uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+template <>
+__device__ inline float2 unpack<__nv_bfloat16>(uint32_t pair) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+
 }  // namespace flash

@@ -21,6 +21,7 @@ class KnownSequences {
 
   int64_t count() const { return count_; }
   int64_t queries() const { return queries_; }
+  int64_t keys() const { return keys_; }
 
   // Steps over blocks of block_n keys: from the first key that query `begin` sees to the last that
   // query end - 1 sees, or the last query.
@@ -30,6 +31,17 @@ class KnownSequences {
         window_left_ < 0 ? 0 : std::max<int64_t>(begin + shift - window_left_, 0);
     const int64_t end_key = window_right_ < 0 ? keys_ : std::min(keys_, last + window_right_ + 1);
     return first_key < end_key ? (end_key - 1) / block_n - first_key / block_n + 1 : 0;
+  }
+
+  // Steps over blocks of block_m queries: from the first query that sees key `begin` to the last
+  // that sees key end - 1.
+  int64_t query_steps(int64_t begin, int64_t end, int block_m) const {
+    const int64_t shift = keys_ - queries_;
+    const int64_t first_query =
+        window_right_ < 0 ? 0 : std::max<int64_t>(begin - shift - window_right_, 0);
+    const int64_t end_query =
+        window_left_ < 0 ? queries_ : std::min(queries_, end - shift + window_left_);
+    return first_query < end_query ? (end_query - 1) / block_m - first_query / block_m + 1 : 0;
   }
 
  private:

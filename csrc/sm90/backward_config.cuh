@@ -30,6 +30,9 @@ struct BackwardConfig {
   static constexpr EarlyScores kEarlyScores = kTile.early_scores;
   static constexpr int kHalves = kBlockM / kWarpgroupRows;
 
+  static constexpr bool kPersistent = true;
+  static constexpr int kCluster = 1;                           // thread blocks
+  static constexpr int kKeyRows = kBlockN;                     // of a thread block
   static constexpr int kConsumers = kBlockN / kWarpgroupRows;  // warpgroups
   static constexpr int kConsumerWarps = kConsumers * 4;
   // dQ is divided among them: by its rows if there are as many halves, else by its columns, in
@@ -46,6 +49,8 @@ struct BackwardConfig {
   static_assert(kBlockM % kWarpgroupRows == 0 && kConsumers == 2);
 
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
+  static constexpr int kDqChunkCols = kHeadDim;       // it is kept in chunks of columns
+  static constexpr int kDqTurns = 1;  // of each row tile, if it is added to in order
 
   static constexpr int kStepSlots = 4;
 

@@ -157,12 +157,13 @@ struct BackwardProducer {
   // beside: what comes with them
   template <int kRows, int kCols>
   __device__ void load(T* tile, const CUtensorMap& map, uint64_t& full, int slot, int first,
-                       int head, int row, int valid_rows, bool clear, const BulkCopy& beside = {}) {
+                       int head, int row, int valid_rows, bool clear, const BulkCopy& beside = {},
+                       int first_part = 0) {
     const BlockTable table{};
     const SequenceRows rows{slot, 0, first, head, table};
     clear = clear && valid_rows < kRows;
     uint64_t& barrier = clear ? shared.tail_full : full;
-    load_rows<kRows, kCols>(tile, map, barrier, rows, row, kRows, lane, beside.bytes);
+    load_rows<kRows, kCols>(tile, map, barrier, rows, row, kRows, lane, beside.bytes, first_part);
     if (lane == 0 && beside.bytes > 0) {
       cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, beside.target,
                                beside.source, beside.bytes, &barrier);

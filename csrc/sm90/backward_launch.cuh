@@ -16,17 +16,11 @@
 #include "kernel.h"
 #include "params.h"
 #include "sm90/backward_kernel.cuh"
+#include "sm90/backward_plan.h"
 #include "sm90/tensor_map.h"
+#include "sm90/wide_backward_kernel.cuh"
 
 namespace flash::sm90 {
-
-// What the tiles of a section read again and again, Q, dO and dQ, takes about this much of the L2
-// cache.
-constexpr int64_t kBackwardSectionBytes = 24 << 20;
-
-// Where dQ is added to in order, tiles of one head wait for each other: fewer of them run at a time
-// if more heads do.
-constexpr int64_t kOrderedHeads = 32;
 
 // Of one head in the workspaces: see dq_tile.
 inline int row_tiles(const BackwardParams& params, int rows) {
@@ -41,19 +35,6 @@ inline int row_tiles(const BackwardParams& params, int rows) {
   return static_cast<int>(tiles);
 }
 
-// Into so many parts the steps of each tile are divided, where tiles are few: then a GPU has parts
-// enough, also if they differ much in length.
-constexpr int kWantedParts = 2;  // for each SM
-
-template <typename Config>
-int count_splits(const BackwardParams& params, int64_t tiles) {
-  if (1 + tiles * Config::kConsumerWarps > kKeptZero) return 1;
-  const int64_t wanted = int64_t{kWantedParts} * multiprocessors() / std::max<int64_t>(tiles, 1);
-  const int64_t steps = int64_t{params.nheads / params.nheads_kv} *
-                        ((params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM);
-  return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(steps / 2, 1)));
-}
-
 template <typename Config>
 BackwardSchedule make_schedule(const BackwardParams& params) {
   BackwardSchedule schedule{};
@@ -65,16 +46,12 @@ BackwardSchedule make_schedule(const BackwardParams& params) {
     throw std::invalid_argument("batch * nheads_kv * key blocks: got " + std::to_string(tiles) +
                                 "; accepted: up to 2^31 - 1");
   }
-  schedule.tiles = static_cast<int>(tiles);
-  schedule.splits = count_splits<Config>(params, tiles);
-  schedule.tiles *= schedule.splits;
-  const int64_t head_bytes = int64_t{params.seqlen_q} * (params.nheads / params.nheads_kv) *
-                             (sizeof(typename Config::T) * (params.headdim + params.headdim_v) +
-                              sizeof(float) * Config::kHeadDim);
-  const int64_t least = params.deterministic ? kOrderedHeads : 1;
-  schedule.section =
-      schedule.splits * static_cast<int>(std::clamp<int64_t>(kBackwardSectionBytes / head_bytes,
-                                                             std::min(least, heads), heads));
+  const BackwardPlan plan =
+      plan_backward(params, Config::kBlockM, Config::kBlockN, Config::kConsumerWarps,
+                    Config::kHeadDim, Config::kHeadDimV);
+  schedule.splits = plan.splits;
+  schedule.tiles = static_cast<int>(tiles) * plan.splits;
+  schedule.section = plan.section * plan.splits;
   schedule.last_section = schedule.section;
   schedule.clear_tail_q = params.cu_seqlens_q != nullptr;
   schedule.clear_tail_k = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr;
@@ -99,17 +76,25 @@ BackwardMaps make_maps(const BackwardParams& params) {
   };
   const auto keys = [&](const Operand& x, int headdim) {
     return map(x, headdim, params.cu_seqlens_k != nullptr, params.total_k, params.seqlen_k,
-               params.nheads_kv, Config::kBlockN);
+               params.nheads_kv, Config::kKeyRows);
   };
   return {queries(params.q, params.headdim), keys(params.k, params.headdim),
           keys(params.v, params.headdim_v), queries(params.dout, params.headdim_v)};
 }
 
+template <typename Config>
+constexpr auto main_kernel() {
+  if constexpr (Config::kCluster > 1) {
+    return wide_backward_kernel<Config>;
+  } else {
+    return backward_kernel<Config>;
+  }
+}
+
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
 auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
-  using T = typename Config::T;
-  constexpr auto kKernel = backward_kernel<Config>;
+  constexpr auto kKernel = main_kernel<Config>();
   constexpr size_t kSharedBytes = sizeof(typename Config::SharedStorage);
   static std::atomic<uint64_t> devices{0};
   allow_shared_memory(kKernel, kSharedBytes, devices);
@@ -121,7 +106,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   wanted.add_kept_zero("counters", params.counters);
   wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
   wanted.add("row_statistics", params.row_statistics, tiles * 2 * Config::kBlockM);
-  if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles);
+  if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
 
   const BackwardSchedule schedule = make_schedule<Config>(params);
   if (schedule.splits > 1) {
@@ -130,11 +115,12 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
         int64_t{1} * schedule.tiles * Config::kBlockN * (Config::kHeadDim + Config::kHeadDimV));
   }
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
-  const int64_t key_tiles =
-      params.cu_seqlens_k == nullptr
-          ? schedule.tiles
-          : (params.total_k / Config::kBlockN + int64_t{1} * params.batch) * params.nheads_kv;
-  const int grid = static_cast<int>(std::min<int64_t>(key_tiles, multiprocessors()));
+  const int64_t key_tiles = params.cu_seqlens_k == nullptr
+                                ? schedule.tiles
+                                : (params.total_k / Config::kBlockN + int64_t{1} * params.batch) *
+                                      params.nheads_kv * schedule.splits;
+  const int64_t most = Config::kPersistent ? multiprocessors() : INT_MAX / Config::kCluster;
+  const int grid = static_cast<int>(std::min(key_tiles, most)) * Config::kCluster;
   const BackwardMaps prepared = make_maps<Config>(params);
   const float scale_log2 = scale_log2_of(params);
   return [=](const BackwardParams& bound, cudaStream_t stream) {
@@ -151,29 +137,31 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
       }
     };
     for_rows([&](dim3 grid, int batch) {
-      launch_overlapping(
-          backward_rows_kernel<T, Config::kBlockM, Config::kHeadDim, Config::kHeadDimV>, grid,
-          kRowsThreads, 0, stream, "launch of the sm90 rows kernel", bound, batch);
+      launch_overlapping(backward_rows_kernel<Config>, grid, kRowsThreads, 0, stream,
+                         "launch of the sm90 rows kernel", bound, batch);
     });
     launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream,
                        "launch of the sm90 backward kernel", bound, maps, schedule, scale_log2);
     for_rows([&](dim3 grid, int batch) {
-      launch_overlapping(backward_dq_kernel<T, Config::kBlockM, Config::kHeadDim>, grid,
-                         Config::kBlockM * 2, 0, stream, "launch of the sm90 dQ kernel", bound,
-                         batch, schedule.lengths_on_device && batch == 0);
+      launch_overlapping(backward_dq_kernel<Config>, grid, Config::kBlockM * 2, 0, stream,
+                         "launch of the sm90 dQ kernel", bound, batch,
+                         schedule.lengths_on_device && batch == 0);
     });
   };
 }
 
 template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct BackwardRow {
+  using Config =
+      std::conditional_t<(kHeadDim > 128), WideBackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>,
+                         BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>;
   static_assert(std::is_same_v<T, Out>);
   using Params = BackwardParams;
   static constexpr uint32_t kTakes = features_of(kFeatures);
   static constexpr int kTiles = 1;
 
   static auto prepare(Params& params, Workspaces& wanted) {
-    return prepare_backward<BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>(params, wanted);
+    return prepare_backward<Config>(params, wanted);
   }
 };
 

@@ -43,9 +43,12 @@ constexpr int kRowsThreads = 256;
 // delta = rowsum(dO * O) - dlse. Of each row it writes the statistics that the main kernel loads,
 // (2, kRows): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
 // it clears the workspace of dQ.
-template <typename T, int kRows, int kHeadDim, int kHeadDimV>
+template <typename Config>
 __global__ void __launch_bounds__(kRowsThreads)
     backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
+  using T = typename Config::T;
+  constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
+  constexpr int kHeadDimV = Config::kHeadDimV, kTurns = Config::kDqTurns;
   constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;  // of a row
   constexpr int kRowsAtOnce = kRowsThreads / kLanes;
   ptx::wait_for_earlier_kernels();
@@ -73,7 +76,9 @@ __global__ void __launch_bounds__(kRowsThreads)
   for (int i = 0; i < kRows * kHeadDim / 4 / kRowsThreads; ++i) {
     accum[i * kRowsThreads + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  if (params.dq_turn != nullptr && threadIdx.x == 0) params.dq_turn[tile.place] = 0;
+  if (params.dq_turn != nullptr && threadIdx.x < kTurns) {
+    params.dq_turn[tile.place * kTurns + threadIdx.x] = 0;
+  }
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
     float sum = 0.f;
@@ -103,10 +108,12 @@ __global__ void __launch_bounds__(kRowsThreads)
 
 // dQ = softmax_scale * the workspace, rounded to T: a warp takes 16 rows. If `has_gaps`, it clears
 // the rows of no sequence in the results.
-template <typename T, int kRows, int kHeadDim>
-__global__ void __launch_bounds__(kRows * 2)
+template <typename Config>
+__global__ void __launch_bounds__(Config::kBlockM * 2)
     backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch,
                        bool has_gaps) {
+  using T = typename Config::T;
+  constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
   if (has_gaps && threadIdx.x < 32) {
@@ -117,16 +124,8 @@ __global__ void __launch_bounds__(kRows * 2)
   const Sequence& sequence = tile.sequence;
   if (tile.first_row >= sequence.seqlen_q) return;
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const float4* const accum = reinterpret_cast<const float4*>(params.dq_accum) +
-                              tile.place * (kRows * kHeadDim / 4) + warp * (16 * kHeadDim / 4) +
-                              lane;
-  float dq[kHeadDim / 8][4];
-#pragma unroll
-  for (int n = 0; n < kHeadDim / 8; ++n) {
-    const float4 x = accum[n * 32];
-    dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
-    dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
-  }
+  const float4* const accum =
+      reinterpret_cast<const float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4) + lane;
   T* targets[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -135,7 +134,24 @@ __global__ void __launch_bounds__(kRows * 2)
                         ? rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head)
                         : nullptr;
   }
-  store_accumulators<T, 4>(targets, params.headdim, dq, lane);
+  constexpr int kCols = Config::kDqChunkCols, kTiles = kCols / 8;
+#pragma unroll
+  for (int col = 0; col < kHeadDim; col += kCols) {
+    const float4* const chunk = accum + (col / kCols * (kRows / 16) + warp) * (kTiles * 32);
+    float dq[kTiles][4];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float4 x = chunk[n * 32];
+      dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
+      dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
+    }
+    T* rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows[half] = targets[half] == nullptr ? nullptr : targets[half] + col;
+    }
+    store_accumulators<T, 4>(rows, params.headdim - col, dq, lane);
+  }
 }
 
 }  // namespace flash::sm90

@@ -44,9 +44,11 @@ __device__ void load_box(T* box, const CUtensorMap& map, uint64_t& full, int par
 // Loads `rows`, kRows from `row` on, in boxes of box_rows: a lane takes a box.
 // tile: (kParts<T, kCols>, kRows, kBoxCols<T>)
 // other_bytes: what copies of the caller's bring to `full` as well
+// first_part: of the tensor's, the tile's first
 template <int kRows, int kCols, typename T>
 __device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const SequenceRows& rows,
-                          int row, int box_rows, int lane, int other_bytes = 0) {
+                          int row, int box_rows, int lane, int other_bytes = 0,
+                          int first_part = 0) {
   const BlockTable& table = rows.table;
   if (lane == 0) arrive_expecting(full, sizeof(T) * kTileSize<T, kRows, kCols> + other_bytes);
   __syncwarp();
@@ -62,8 +64,8 @@ __device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const
     }
 #pragma unroll
     for (int part = 0; part < kParts<T, kCols>; ++part) {
-      load_box(tile + (part * kRows + box_row) * kBoxCols<T>, map, full, part, slot_row, rows.head,
-               slot);
+      load_box(tile + (part * kRows + box_row) * kBoxCols<T>, map, full, first_part + part,
+               slot_row, rows.head, slot);
     }
   }
 }

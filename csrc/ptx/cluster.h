@@ -1,0 +1,48 @@
+// Thread block clusters: neighbouring thread blocks that reach each other's shared memory.
+#pragma once
+
+#include <cstdint>
+#include <cuda/ptx>
+
+namespace flash::ptx {
+
+// Of this thread block in its cluster.
+__device__ inline int cluster_rank() { return static_cast<int>(__clusterRelativeBlockRank()); }
+
+// All threads of a cluster wait for each other; what they wrote before is then visible.
+__device__ inline void cluster_sync() {
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+}
+
+// The end of a kernel: others may still write to this thread block's shared memory. Each role of a
+// warp has its own `kPlace`: where roles met, ptxas would not know how many registers they have.
+template <int kPlace>
+__device__ void cluster_end() {
+  asm volatile(
+      "barrier.cluster.arrive; // %0\n"
+      "barrier.cluster.wait;\n"
+      "exit;\n" ::"n"(kPlace)
+      : "memory");
+}
+
+// The same variable in the shared memory of another thread block of the cluster.
+template <typename T>
+__device__ T* map_to_rank(T* x, int rank) {
+  return static_cast<T*>(__cluster_map_shared_rank(x, rank));
+}
+
+// Arrives at a barrier of any thread block of the cluster.
+__device__ inline void arrive_in_cluster(uint64_t* barrier) {
+  cuda::ptx::mbarrier_arrive(cuda::ptx::sem_release, cuda::ptx::scope_cluster,
+                             cuda::ptx::space_cluster, barrier);
+}
+
+// Copies shared memory to that of another thread block; the bytes arrive at its barrier.
+__device__ inline void copy_in_cluster(void* target, const void* source, int bytes,
+                                       uint64_t* barrier) {
+  cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_shared, target, source, bytes,
+                           barrier);
+}
+
+}  // namespace flash::ptx

@@ -1,0 +1,123 @@
+#include "sm90/backward_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "host/known_sequences.h"
+#include "host/launch.h"
+#include "host/makespan.h"
+#include "kernel.h"
+
+namespace flash::sm90 {
+namespace {
+
+constexpr int kSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
+constexpr int kLeastSteps = 2;  // of a part of the longest tile
+
+// What the tiles of a section read again and again takes about this much of the L2 cache: Q, dO and
+// dQ of one query head of each group. Tiles go from one to the next nearly in step.
+constexpr int64_t kSectionBytes = 24 << 20;
+
+// How much faster it must be predicted to be that more heads than that run together: a guess.
+constexpr float kBeyondCache = 1.05f;
+
+// Where dQ is added to in order, tiles of one head wait for each other: fewer of them run at a time
+// if more heads do.
+constexpr int64_t kOrderedHeads = 32;
+
+// Microseconds on an H200.
+struct PartTimes {
+  float ends;   // what comes before and after the steps of a part
+  float step;   // over a block of queries
+  float leave;  // if there are several parts: dK and dV of one, in float32
+  float sum;    // of these, of each part, by the last
+};
+
+PartTimes part_times(int block_n, int headdim, int headdim_v) {
+  const float bytes = 4.f * block_n * (headdim + headdim_v);
+  const float step = headdim <= 64 ? 2.75f : headdim <= 96 ? 1.85f : 2.3f;
+  return {4.f, step, bytes / 30e3f, bytes / 60e3f};
+}
+
+// Heads alike.
+struct HeadWork {
+  int64_t heads;
+  std::vector<int64_t> steps;  // of their tiles, from the first keys on
+};
+
+std::vector<HeadWork> backward_work(const BackwardParams& params, int block_m, int block_n) {
+  const int group = params.nheads / params.nheads_kv;
+  std::vector<HeadWork> all;
+  for (const KnownSequences& sequences : known_sequences(params)) {
+    HeadWork work{sequences.count() * params.nheads_kv, {}};
+    for (int64_t key = 0; key < sequences.keys(); key += block_n) {
+      work.steps.push_back(group * sequences.query_steps(key, key + block_n, block_m));
+    }
+    all.push_back(work);
+  }
+  return all;
+}
+
+// Microseconds, with parts in the scheduler's order. The part of a tile that ends last sums all of
+// them: here each has its share of that, and one whole sum is waited for in the end.
+// section: heads whose tiles are handed out together
+float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, int splits,
+                     int64_t section) {
+  const float ends = times.ends + (splits > 1 ? times.leave + times.sum : 0);
+  std::vector<Work> parts;
+  for (const HeadWork& x : work) {
+    for (int64_t left = x.heads, heads; left > 0; left -= heads) {
+      // The last section is a whole one.
+      heads = left > section ? std::min(section, left - section) : left;
+      for (const int64_t steps : x.steps) {
+        const int64_t longer = steps % splits;
+        parts.push_back({heads * longer, ends + (steps / splits + 1) * times.step});
+        parts.push_back({heads * (splits - longer), ends + steps / splits * times.step});
+      }
+    }
+  }
+  return makespan(parts, multiprocessors()) + (splits > 1 ? splits * times.sum : 0);
+}
+
+}  // namespace
+
+BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int warps,
+                           int headdim, int headdim_v) {
+  const int64_t heads = int64_t{params.batch} * params.nheads_kv;
+  const int64_t tiles = heads * ((params.seqlen_k + block_n - 1) / block_n);
+  const int64_t head_bytes =
+      int64_t{params.seqlen_q} * (2 * (params.headdim + params.headdim_v) + 4 * headdim);
+  // Sections are all heads, a half of them, a quarter. Packed sequences have none.
+  const bool packed = params.cu_seqlens_k != nullptr;
+  const int64_t least_section =
+      packed ? heads : std::min(params.deterministic ? kOrderedHeads : 1, heads);
+  const auto fits_cache = [&](int64_t section) { return section * head_bytes <= kSectionBytes; };
+  int64_t cached = heads;
+  while (!fits_cache(cached) && cached / 2 >= least_section) cached /= 2;
+  BackwardPlan best{1, static_cast<int>(cached)};
+  if (tiles > int64_t{kManyPieces} * multiprocessors()) return best;
+
+  const PartTimes times = part_times(block_n, headdim, headdim_v);
+  const std::vector<HeadWork> work = backward_work(params, block_m, block_n);
+  int64_t most_steps = 0;
+  for (const HeadWork& x : work) {
+    for (const int64_t steps : x.steps) most_steps = std::max(most_steps, steps);
+  }
+  float least = INFINITY;
+  for (const int splits : kSplits) {
+    if (splits > 1 && (most_steps < kLeastSteps * splits || 1 + tiles * warps > kKeptZero)) break;
+    for (int64_t section = heads; section >= least_section; section /= 2) {
+      float time = predicted_time(work, times, splits, packed ? params.nheads_kv : section);
+      if (!fits_cache(section)) time *= kBeyondCache;
+      if (time < least) {
+        least = time;
+        best = {splits, static_cast<int>(section)};
+      }
+    }
+  }
+  return best;
+}
+
+}  // namespace flash::sm90

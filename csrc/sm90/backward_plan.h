@@ -1,0 +1,19 @@
+// Into how many parts a Hopper backward divides the steps of its tiles, and how many heads run
+// together: what is predicted to take the least time.
+#pragma once
+
+#include "params.h"
+
+namespace flash::sm90 {
+
+struct BackwardPlan {
+  int splits;
+  int section;  // heads of K and V, over all batch entries
+};
+
+// For a kernel of these head dims: steps of block_m queries, tiles of block_n keys, which `warps`
+// warps divide among them.
+BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int warps,
+                           int headdim, int headdim_v);
+
+}  // namespace flash::sm90
