@@ -196,21 +196,43 @@ def many_tiles_of_sequences(device: str, headdim: int = 128, **options: Any) -> 
     return varlen(seqlens_q, seqlens_k, *sizes, dtype=torch.bfloat16, device=device, **options)
 
 
-@pytest.mark.parametrize("headdim", [64, 96, 128])
+BACKWARD_HEADDIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+
+
+@pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
 @pytest.mark.parametrize("options", ["causal", "window", "everything"])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
-def test_backward_of_several_tiles(device, layout, options, headdim):
+def test_backward_of_several_tiles(device, layout, options, headdims):
     """A thread block takes several tiles of keys. In order of the keys: twice the same bits."""
-    heads, batch = (12, 6, headdim), 10 if layout == "dense" else 40
+    heads, batch = (12, 6, *headdims), 10 if layout == "dense" else 40
     options = OPTIONS[options](batch, 12, device) | {"dtype": torch.bfloat16, "device": device}
     if layout == "dense":
         problem = dense(batch, 260, 1000, *heads, **options)
     else:
         problem = varlen([300, 0, 1, 129, 64] * 8, [700, 128, 0, 500, 65] * 8, *heads, **options)
     check(problem)
+    assert_twice_the_same(problem)
+
+
+def assert_twice_the_same(problem: Attention) -> None:
     first, again = (run(problem, deterministic=True)[0] for _ in range(2))
     for name, value in first.items():
         assert torch.equal(value, again[name]), name
+
+
+@pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
+@pytest.mark.parametrize("options", ["causal", "window", "dropout"])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_backward_in_parts(device, layout, options, headdims):
+    """Few keys, many queries: several thread blocks divide a tile's steps and sum dK and dV."""
+    heads = (8, 1, *headdims)
+    options = OPTIONS[options](2, 8, device) | {"dtype": torch.bfloat16, "device": device}
+    if layout == "dense":
+        problem = dense(2, 700, 200, *heads, **options)
+    else:
+        problem = varlen([500, 0, 700], [129, 5, 200], *heads, **options)
+    check(problem)
+    assert_twice_the_same(problem)
 
 
 def long_sequences(device: str, headdim: int = 128, **options: Any) -> Attention:

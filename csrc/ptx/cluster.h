@@ -32,10 +32,13 @@ __device__ T* map_to_rank(T* x, int rank) {
   return static_cast<T*>(__cluster_map_shared_rank(x, rank));
 }
 
-// Arrives at a barrier of any thread block of the cluster.
+// Arrives at a barrier of any thread block of the cluster. It orders what asynchronous instructions
+// have read, which is over; a release for the whole cluster would be a memory barrier.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier.arrive"
 __device__ inline void arrive_in_cluster(uint64_t* barrier) {
-  cuda::ptx::mbarrier_arrive(cuda::ptx::sem_release, cuda::ptx::scope_cluster,
-                             cuda::ptx::space_cluster, barrier);
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+               : "memory");
 }
 
 // Copies shared memory to that of another thread block; the bytes arrive at its barrier.

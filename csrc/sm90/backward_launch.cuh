@@ -47,8 +47,8 @@ BackwardSchedule make_schedule(const BackwardParams& params) {
                                 "; accepted: up to 2^31 - 1");
   }
   const BackwardPlan plan =
-      plan_backward(params, Config::kBlockM, Config::kBlockN, Config::kConsumerWarps,
-                    Config::kHeadDim, Config::kHeadDimV);
+      plan_backward(params, Config::kBlockM, Config::kBlockN, Config::kCluster,
+                    Config::kConsumerWarps, Config::kHeadDim, Config::kHeadDimV);
   schedule.splits = plan.splits;
   schedule.tiles = static_cast<int>(tiles) * plan.splits;
   schedule.section = plan.section * plan.splits;

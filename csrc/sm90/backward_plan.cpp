@@ -37,6 +37,7 @@ struct PartTimes {
 
 PartTimes part_times(int block_n, int headdim, int headdim_v) {
   const float bytes = 4.f * block_n * (headdim + headdim_v);
+  if (headdim > 128) return {6.f, headdim > 192 ? 2.6f : 2.f, bytes / 60e3f, bytes / 120e3f};
   const float step = headdim <= 64 ? 2.75f : headdim <= 96 ? 1.85f : 2.3f;
   return {4.f, step, bytes / 30e3f, bytes / 60e3f};
 }
@@ -64,7 +65,7 @@ std::vector<HeadWork> backward_work(const BackwardParams& params, int block_m, i
 // them: here each has its share of that, and one whole sum is waited for in the end.
 // section: heads whose tiles are handed out together
 float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, int splits,
-                     int64_t section) {
+                     int64_t section, int workers) {
   const float ends = times.ends + (splits > 1 ? times.leave + times.sum : 0);
   std::vector<Work> parts;
   for (const HeadWork& x : work) {
@@ -78,13 +79,14 @@ float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, 
       }
     }
   }
-  return makespan(parts, multiprocessors()) + (splits > 1 ? splits * times.sum : 0);
+  return makespan(parts, workers) + (splits > 1 ? splits * times.sum : 0);
 }
 
 }  // namespace
 
-BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int warps,
-                           int headdim, int headdim_v) {
+BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int cluster,
+                           int warps, int headdim, int headdim_v) {
+  const int workers = multiprocessors() / cluster;
   const int64_t heads = int64_t{params.batch} * params.nheads_kv;
   const int64_t tiles = heads * ((params.seqlen_k + block_n - 1) / block_n);
   const int64_t head_bytes =
@@ -97,7 +99,7 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   int64_t cached = heads;
   while (!fits_cache(cached) && cached / 2 >= least_section) cached /= 2;
   BackwardPlan best{1, static_cast<int>(cached)};
-  if (tiles > int64_t{kManyPieces} * multiprocessors()) return best;
+  if (tiles == 0 || tiles > int64_t{kManyPieces} * workers) return best;
 
   const PartTimes times = part_times(block_n, headdim, headdim_v);
   const std::vector<HeadWork> work = backward_work(params, block_m, block_n);
@@ -109,7 +111,8 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   for (const int splits : kSplits) {
     if (splits > 1 && (most_steps < kLeastSteps * splits || 1 + tiles * warps > kKeptZero)) break;
     for (int64_t section = heads; section >= least_section; section /= 2) {
-      float time = predicted_time(work, times, splits, packed ? params.nheads_kv : section);
+      float time =
+          predicted_time(work, times, splits, packed ? params.nheads_kv : section, workers);
       if (!fits_cache(section)) time *= kBeyondCache;
       if (time < least) {
         least = time;

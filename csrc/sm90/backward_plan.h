@@ -11,9 +11,9 @@ struct BackwardPlan {
   int section;  // heads of K and V, over all batch entries
 };
 
-// For a kernel of these head dims: steps of block_m queries, tiles of block_n keys, which `warps`
-// warps divide among them.
-BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int warps,
-                           int headdim, int headdim_v);
+// For a kernel of these head dims: steps of block_m queries, tiles of block_n keys, each of which a
+// `cluster` of thread blocks takes and `warps` warps divide among them.
+BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int cluster,
+                           int warps, int headdim, int headdim_v);
 
 }  // namespace flash::sm90

@@ -134,14 +134,16 @@ __global__ void __launch_bounds__(Config::kBlockM * 2)
                         ? rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head)
                         : nullptr;
   }
-  constexpr int kCols = Config::kDqChunkCols, kTiles = kCols / 8;
+  constexpr int kChunkTiles = Config::kDqChunkCols / 8;
+  constexpr int kCols = kHeadDim <= 128 ? kHeadDim : 32;  // at once
 #pragma unroll
   for (int col = 0; col < kHeadDim; col += kCols) {
-    const float4* const chunk = accum + (col / kCols * (kRows / 16) + warp) * (kTiles * 32);
-    float dq[kTiles][4];
+    float dq[kCols / 8][4];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const float4 x = chunk[n * 32];
+    for (int n = 0; n < kCols / 8; ++n) {
+      const int tile = col / 8 + n;
+      const float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
+                             tile % kChunkTiles * 32];
       dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
       dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
     }

@@ -20,21 +20,21 @@ struct WideBackwardConfig {
   static constexpr int kBlockM = 64;
   static constexpr int kKeyRows = 64;                  // of a thread block
   static constexpr int kBlockN = kKeyRows * kCluster;  // of a tile
+  // In shared memory: of Q, of dO, of P.
   static constexpr int kStages = 2, kDoutStages = kHeadDimV > 192 ? 1 : 2, kPStages = 2;
 
   static constexpr bool kPersistent = false;
   static constexpr int kWarps = 4;                              // of a role
   static constexpr int kConsumerWarps = 2 * kCluster * kWarps;  // that hold gradients of a tile
-  static constexpr int kReaders = 8;  // warps that read Q, dO and the statistics
   static constexpr int kThreads = 4 * kWarpgroup;
   // Registers of a thread.
   static constexpr int kGradientRegisters = 208, kDqRegisters = 64, kHelperRegisters = 32;
   static_assert(2 * kGradientRegisters + kDqRegisters + kHelperRegisters <= 512);
 
-  // Of dQ a thread block computes 128 columns, and hands over 32 at a time.
-  static constexpr int kDqCols = 128, kDqChunkCols = 32, kDqChunks = kDqCols / kDqChunkCols;
+  // Of dQ a thread block computes 128 columns, in chunks.
+  static constexpr int kDqCols = 128, kDqChunkCols = 64;
   static constexpr int kDqChunkSize = kBlockM * kDqChunkCols;
-  static constexpr int kDqStages = 2;
+  static constexpr int kDqStages = kHeadDimV > 192 ? 1 : 2;
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqTurns = kCluster;           // of each row tile
   static_assert(kHeadDim > kDqCols && kHeadDim <= kCluster * kDqCols);
@@ -52,7 +52,7 @@ struct WideBackwardConfig {
     alignas(128) uint4 p[kPStages][4][kWarpgroup];  // as the threads hold it
     alignas(128) float4 dq[kDqStages][kDqChunkSize / 4];
     alignas(16) float statistics[kStages][2 * kBlockM];
-    // The last steps: who adds dQ is up to four behind the producer.
+    // The last steps: who adds dQ may be some behind the producer.
     Step steps[kStepSlots];
     uint64_t k_full, v_full, peer_k_full;
     Pipeline<kStages> q_pipeline;

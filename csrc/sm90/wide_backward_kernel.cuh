@@ -155,7 +155,6 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
   const Tile& tile = shared.tile;
   float dv[1][kHeadDimV / 8][4] = {};
   if (step.left > 0) wait(shared.k_full, 0);
-  bool first = true;
   uint32_t count = 0;
 #pragma unroll 1
   for (bool more = warp_uniform_condition(step.left > 0); more; ++count) {
@@ -170,9 +169,6 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
                                         KMajor<T, kBlockM>(shared.q[stage]));
     more = warp_uniform_condition(step.left > 1);
     const int query = step.m_block * kBlockM + lane % 4 * 2, key = keys.first + lane / 4;
-    // Behind dV of the last step: S^T.
-    ptx::wgmma_wait<1>(dv[0]);
-    if (!first) shared.dout_pipeline.release(PipelineState<Config::kDoutStages>{count - 1}, lane);
     float2 lse[kBlockM / 8];
     load_statistic(lse, shared.statistics[stage] + lane % 4 * 2);
     ptx::wgmma_wait<0>(p[0]);
@@ -225,11 +221,10 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
     shared.dout_pipeline.wait_full(dout_state);
     const int dout_stage = Config::kDoutStages == 1 ? 0 : stage;
     start_accumulate<T, kBlockM>(dv[0], p_operands, shared.dout[dout_stage]);
-    first = false;
+    ptx::wgmma_wait<0>(dv[0]);
+    shared.dout_pipeline.release(dout_state, lane);
     step.next(range.m_blocks);
   }
-  ptx::wgmma_wait<0>(dv[0]);
-  if (!first) shared.dout_pipeline.release(PipelineState<Config::kDoutStages>{count - 1}, lane);
   if (Config::kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
   const int place = keys.rank * Config::kWarps + keys.warp;
   store_gradient<Config>(params, schedule, tile, params.dv, params.headdim_v, keys, dv, place,
@@ -252,7 +247,6 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
   const uint32_t ds_target = shared_address(shared.ds[keys.rank]) + ds_row + ds_chunk;
   float dk[1][kHeadDim / 8][4] = {};
   if (step.left > 0) wait(shared.v_full, 0);
-  bool first = true;
   uint32_t count = 0;
 #pragma unroll 1
   for (bool more = warp_uniform_condition(step.left > 0); more; ++count) {
@@ -266,9 +260,6 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
     start_multiply<T, Config::kHeadDimV>(ds[0], KMajor<T, Config::kKeyRows>(shared.v),
                                          KMajor<T, kBlockM>(shared.dout[dout_stage]));
     more = warp_uniform_condition(step.left > 1);
-    // Behind dK of the last step: dP^T.
-    ptx::wgmma_wait<1>(dk[0]);
-    if (!first) shared.q_pipeline.release(PipelineState<Config::kStages>{count - 1}, lane);
     shared.q_pipeline.wait_full(q_state);
     float2 delta[kBlockM / 8];
     load_statistic(delta, shared.statistics[stage] + kBlockM + lane % 4 * 2);
@@ -312,11 +303,10 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
     start_accumulate<T, kBlockM>(dk[0], ds_operands, shared.q[stage]);
     cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
     arrive_of_warp(shared.ds_full, lane);
-    first = false;
+    ptx::wgmma_wait<0>(dk[0]);
+    shared.q_pipeline.release(q_state, lane);
     step.next(range.m_blocks);
   }
-  ptx::wgmma_wait<0>(dk[0]);
-  if (!first) shared.q_pipeline.release(PipelineState<Config::kStages>{count - 1}, lane);
   scale_by(dk, params.softmax_scale);
   const int place = keys.rank * Config::kWarps + keys.warp;
   store_gradient<Config>(params, schedule, tile, params.dk, params.headdim, keys, dk,
@@ -326,6 +316,12 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
 
 // ---- dQ ----------------------------------------------------------------------------------------
 
+// Of a thread block's columns of dQ: the last ones may lie behind the head dim.
+template <typename Config>
+__device__ int dq_chunks(int rank) {
+  return min(Config::kDqCols, Config::kHeadDim - rank * Config::kDqCols) / Config::kDqChunkCols;
+}
+
 template <typename Config>
 __device__ void consume_ds(typename Config::SharedStorage& shared, int step_count, int rank,
                            int warp, int lane) {
@@ -333,60 +329,59 @@ __device__ void consume_ds(typename Config::SharedStorage& shared, int step_coun
   constexpr int kBlockM = Config::kBlockM, kKeyRows = Config::kKeyRows;
   uint64_t* const peer_ds_empty = ptx::map_to_rank(&shared.ds_empty, 1 - rank);
   PipelineState<Config::kDqStages> dq_state;
-  static_assert(Config::kDqStages == 2);
-  // Of two chunks each.
-  const int passes = warp_uniform(min(Config::kDqCols, Config::kHeadDim - rank * Config::kDqCols)) /
-                     (2 * Config::kDqChunkCols);
+  const int chunks = warp_uniform(dq_chunks<Config>(rank));
   if (step_count > 0) {
     wait(shared.k_full, 0);
     wait(shared.peer_k_full, 0);
   }
+  // What a warp has stored is handed over beside the next product: then the fence need not wait for
+  // the stores.
+  const auto hand_over = [&] {
+    cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+    arrive_of_warp(shared.dq_pipeline.full[dq_state.stage()], lane);
+    dq_state.advance();
+  };
 #pragma unroll 1
   for (int i = 0; i < step_count; ++i) {
     wait(shared.ds_full, i % 2);
-    wait(shared.peer_ds_full, i % 2);
 #pragma unroll 1
-    for (int pass = 0; pass < passes; ++pass) {
-      constexpr int kChunk = Config::kDqChunkCols;
-      float dq[2 * kChunk / 8][4];
-      const int col = pass * 2 * kChunk;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      constexpr int kTiles = Config::kDqChunkCols / 8;
+      const int col = chunk * Config::kDqChunkCols;
+      float dq[kTiles][4];
       start_multiply<T, kKeyRows>(dq, KMajor<T, kBlockM>(shared.ds[rank]),
                                   MnMajor<T, kKeyRows>(shared.k, 0, rank * Config::kDqCols + col));
+      if (i + chunk > 0) hand_over();
+      // While it runs, the other thread block's part may still come.
+      if (chunk == 0) wait(shared.peer_ds_full, i % 2);
       start_multiply<T, kKeyRows, true>(dq, KMajor<T, kBlockM>(shared.ds[1 - rank]),
                                         MnMajor<T, kKeyRows>(shared.peer_k, 0, col));
       ptx::wgmma_wait<0>(dq);
-      if (pass == passes - 1) {
+      if (chunk == chunks - 1) {
         arrive_of_warp(shared.ds_empty, lane);
         if (lane == 0) ptx::arrive_in_cluster(peer_ds_empty);
       }
+      shared.dq_pipeline.wait_empty(dq_state);
+      float4* const target = shared.dq[dq_state.stage()] + warp * (kTiles * 32) + lane;
 #pragma unroll
-      for (int chunk = 0; chunk < 2; ++chunk) {
-        const int stage = chunk;
-        shared.dq_pipeline.wait_empty(dq_state);
-        float4* const target = shared.dq[stage] + warp * 4 * 32 + lane;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float (&x)[4] = dq[chunk * 4 + n];
-          target[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
-        }
-        cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
-        arrive_of_warp(shared.dq_pipeline.full[stage], lane);
-        dq_state.advance();
+      for (int n = 0; n < kTiles; ++n) {
+        target[n * 32] = make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]);
       }
     }
   }
+  if (step_count > 0) hand_over();
 }
 
 // Sends this thread block's part of dS to the other, by one lane.
 template <typename Config>
 __device__ void send_ds(typename Config::SharedStorage& shared, int step_count, int rank) {
   constexpr int kBytes = sizeof(shared.ds[0]);
-  void* const target = ptx::map_to_rank(&shared.ds[rank][0], 1 - rank);
+  void* const target = ptx::map_to_rank(&shared.ds[rank], 1 - rank);
   uint64_t* const peer_full = ptx::map_to_rank(&shared.peer_ds_full, 1 - rank);
 #pragma unroll 1
   for (int i = 0; i < step_count; ++i) {
     // For what the other sends.
-    if (i > 0) wait(shared.peer_ds_full, (i - 1) % 2);
+    wait(shared.peer_ds_full, i % 2 ^ 1);
     arrive_expecting(shared.peer_ds_full, kBytes);
     wait(shared.ds_full, i % 2);
     ptx::copy_in_cluster(target, shared.ds[rank], kBytes, peer_full);
@@ -398,7 +393,7 @@ template <typename Config>
 __device__ void add_dq_chunks(const BackwardParams& params, typename Config::SharedStorage& shared,
                               int step_count, int rank) {
   const int first_col = rank * Config::kDqCols;
-  const int chunks = min(Config::kDqChunks, (Config::kHeadDim - first_col) / Config::kDqChunkCols);
+  const int chunks = dq_chunks<Config>(rank);
   PipelineState<Config::kDqStages> state;
 #pragma unroll 1
   for (int i = 0; i < step_count; ++i) {
@@ -460,8 +455,8 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     init_barrier(shared.k_full, 1);
     init_barrier(shared.v_full, 1);
     init_barrier(shared.peer_k_full, 1);
-    shared.q_pipeline.init(Config::kReaders);
-    shared.dout_pipeline.init(Config::kReaders);
+    shared.q_pipeline.init(2 * Config::kWarps);
+    shared.dout_pipeline.init(2 * Config::kWarps);
     for (int i = 0; i < Config::kPStages; ++i) {
       init_barrier(shared.p_pipeline.full[i], Config::kWarps);
       init_barrier(shared.p_pipeline.empty[i], Config::kWarps);
