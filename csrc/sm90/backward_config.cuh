@@ -5,18 +5,13 @@
 
 #include "params.h"
 #include "sm90/backward_tile.h"
+#include "sm90/backward_tiles.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
-
-// What a step is to the warp that adds its dQ.
-struct alignas(8) Step {
-  int row_tile;  // in the workspaces; -1: there are no more steps
-  int turn;      // of the tile, among those that add to dQ of these queries: by the order of keys
-};
 
 template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures>
 struct BackwardConfig {

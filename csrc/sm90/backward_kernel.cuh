@@ -16,17 +16,13 @@
 //
 // dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
 // dQ. The causal or window mask: KeyTileRange takes the blocks of queries that see some key,
-// `mask_scores` in `consume` hides single keys (common/mask.h).
+// `transform_scores` hides single keys (common/mask.h).
 #pragma once
 
 #include <cuda.h>
 
 #include "common/dropout.h"
 #include "common/fragment.h"
-#include "common/mask.h"
-#include "common/pack.h"
-#include "common/range.h"
-#include "common/scores.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"
 #include "common/warp.h"
@@ -39,143 +35,20 @@
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
 #include "sm90/backward_config.cuh"
+#include "sm90/backward_producer.cuh"
 #include "sm90/backward_rows.cuh"
+#include "sm90/backward_scores.cuh"
+#include "sm90/backward_tiles.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/split.cuh"
 #include "sm90/store.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
-#include "sm90/tma_load.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
 
-// Maps (batch, heads, rows, dim), boxes of the rows of a block. Outside the tensors they read
-// zeros.
-struct BackwardMaps {
-  CUtensorMap q, k, v, dout;
-};
-
-// What the host decides about a launch.
-struct BackwardSchedule : TileSchedule {
-  bool clear_tail_q, clear_tail_k;  // there may be anything but zeros behind a sequence's last row
-  bool lengths_on_device;           // to know a tile, device memory is read
-};
-
-// Tiles are blocks of keys: how many each sequence has, for the scheduler.
-template <int kBlockN>
-struct KeyTiles {
-  const BackwardParams& params;
-
-  __device__ bool packed() const { return params.cu_seqlens_k != nullptr; }
-  __device__ int batch() const { return params.batch; }
-  __device__ int of_sequence(int batch) const {
-    return (Sequence(params, batch).seqlen_k + kBlockN - 1) / kBlockN;
-  }
-};
-
-// Where a warp is among the steps of a tile: a step is one block of queries for one query head. The
-// last queries come first: under a causal mask all tiles see those, so that they add to dQ in step
-// with each other.
-struct StepIterator {
-  int head, m_block;
-  int left;  // steps, with this one
-
-  __device__ void next(Range m_blocks) {
-    --left;
-    if (--m_block < m_blocks.begin) {
-      ++head;
-      m_block = m_blocks.end - 1;
-    }
-  }
-};
-
-// One tile: keys n_begin .. n_begin + kBlockN - 1 and the blocks of queries that see some of them.
-// The steps may be divided among several parts.
-template <typename Config>
-struct KeyTileRange {
-  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-
-  Sequence sequence;
-  int n_block, n_begin;
-  Mask mask;
-  Range m_blocks;
-
-  // The scheduler hands out the last blocks first; of keys, the first are seen by most queries.
-  __device__ KeyTileRange(const BackwardParams& params, const BackwardSchedule& schedule,
-                          const Tile& tile)
-      : sequence(params, tile.batch),
-        n_block((params.cu_seqlens_k == nullptr ? schedule.blocks
-                                                : (sequence.seqlen_k + kBlockN - 1) / kBlockN) -
-                1 - tile.block),
-        n_begin(n_block * kBlockN),
-        mask{sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q, params.window_left,
-             params.window_right},
-        m_blocks(query_blocks<kBlockM>(mask, sequence.seqlen_q, n_begin, n_begin + kBlockN)) {
-    m_blocks.begin = warp_uniform(m_blocks.begin);
-    m_blocks.end = n_begin < sequence.seqlen_k ? warp_uniform(m_blocks.end) : 0;
-    mask.seqlen_k = warp_uniform(mask.seqlen_k);
-    mask.shift = warp_uniform(mask.shift);
-  }
-
-  // The steps of this part, head by head.
-  __device__ StepIterator steps(const BackwardParams& params, const BackwardSchedule& schedule,
-                                const Tile& tile) const {
-    const int group = params.nheads / params.nheads_kv;
-    const int blocks = m_blocks.end - m_blocks.begin;
-    if (blocks <= 0) return {0, 0, 0};
-    const int head = tile.head_kv * group;
-    if (schedule.splits == 1) return {head, m_blocks.end - 1, blocks * group};
-    const int begin = blocks * group * tile.part / schedule.splits;
-    const int end = blocks * group * (tile.part + 1) / schedule.splits;
-    return {head + begin / blocks, m_blocks.end - 1 - begin % blocks, end - begin};
-  }
-};
-
 // ---- Producer ----------------------------------------------------------------------------------
-
-// To shared memory, from global memory.
-struct BulkCopy {
-  void* target;
-  const void* source;
-  int bytes;
-};
-
-template <typename Config>
-struct BackwardProducer {
-  using T = typename Config::T;
-
-  const BackwardParams& params;
-  const BackwardMaps& maps;
-  const BackwardSchedule& schedule;
-  typename Config::SharedStorage& shared;
-  const int lane;
-  PipelineState<1> tail_state;
-
-  // Loads kRows rows of a tensor, from row `row` of a sequence on. Of them `valid_rows` are the
-  // sequence's; if `clear`, the others become zero.
-  // beside: what comes with them
-  template <int kRows, int kCols>
-  __device__ void load(T* tile, const CUtensorMap& map, uint64_t& full, int slot, int first,
-                       int head, int row, int valid_rows, bool clear, const BulkCopy& beside = {},
-                       int first_part = 0) {
-    const BlockTable table{};
-    const SequenceRows rows{slot, 0, first, head, table};
-    clear = clear && valid_rows < kRows;
-    uint64_t& barrier = clear ? shared.tail_full : full;
-    load_rows<kRows, kCols>(tile, map, barrier, rows, row, kRows, lane, beside.bytes, first_part);
-    if (lane == 0 && beside.bytes > 0) {
-      cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, beside.target,
-                               beside.source, beside.bytes, &barrier);
-    }
-    if (clear) {
-      wait(shared.tail_full, tail_state.phase());
-      tail_state.advance();
-      clear_tail<kRows, kCols>(tile, valid_rows, lane);
-      arrive_of_warp(full, lane);
-    }
-  }
-};
 
 template <typename Config>
 __device__ void produce(BackwardProducer<Config> producer) {
@@ -212,37 +85,17 @@ __device__ void produce(BackwardProducer<Config> producer) {
           sequence.k_first, tile.head_kv, range.n_begin, sequence.seqlen_k - range.n_begin,
           schedule.clear_tail_k);
     };
-    const auto load_queries = [&](auto cols, auto& pipeline, auto* stages, const CUtensorMap& map,
-                                  const BulkCopy& beside = {}) {
-      const int m_begin = step.m_block * kBlockM;
-      pipeline.wait_empty(state);
-      producer.template load<kBlockM, decltype(cols)::value>(
-          stages[state.stage()], map, pipeline.full[state.stage()], sequence.q_batch,
-          sequence.q_first, step.head, m_begin, sequence.seqlen_q - m_begin, schedule.clear_tail_q,
-          beside);
-    };
     const std::integral_constant<int, kHeadDim> cols{};
     const std::integral_constant<int, kHeadDimV> cols_v{};
     load_keys(cols, shared.k_pipeline, shared.k, producer.maps.k);
 #pragma unroll 1
     for (bool first = true; step.left > 0; first = false, step.next(range.m_blocks)) {
-      const int row_tile = step.head * params.row_tiles + first_tile + step.m_block;
-      shared.q_pipeline.wait_empty(state);
-      if (lane == 0) {
-        int turn = 0;
-        if (params.dq_turn != nullptr) {
-          const int m_begin = step.m_block * kBlockM;
-          const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
-          turn = range.n_block - key_blocks<kBlockN>(range.mask, m_begin, m_end).begin;
-        }
-        shared.steps[state.count % Config::kStepSlots] = {row_tile, turn};
-      }
-      load_queries(cols, shared.q_pipeline, shared.q, producer.maps.q,
-                   {shared.statistics[state.stage()],
-                    params.row_statistics + int64_t{row_tile} * (2 * kBlockM),
-                    sizeof(shared.statistics[0])});
+      const BulkCopy statistics = producer.announce(range, step, first_tile, state);
+      producer.template load_queries<kHeadDim>(shared.q_pipeline, state, shared.q, producer.maps.q,
+                                               sequence, step, statistics);
       if (first) load_keys(cols_v, shared.v_pipeline, shared.v, producer.maps.v);
-      load_queries(cols_v, shared.dout_pipeline, shared.dout, producer.maps.dout);
+      producer.template load_queries<kHeadDimV>(shared.dout_pipeline, state, shared.dout,
+                                                producer.maps.dout, sequence, step);
       state.advance();
     }
     kv_state.advance();
@@ -250,71 +103,6 @@ __device__ void produce(BackwardProducer<Config> producer) {
 }
 
 // ---- Consumers ---------------------------------------------------------------------------------
-
-// What a lane needs of a statistic in shared memory: of queries 8 n and 8 n + 1, from its first on.
-template <int kColTiles>
-__device__ void load_statistic(float2 (&x)[kColTiles], const float* statistic) {
-#pragma unroll
-  for (int n = 0; n < kColTiles; ++n) x[n] = *reinterpret_cast<const float2*>(statistic + n * 8);
-}
-
-// P^T = exp(S^T - lse). p: S^T, accumulators of keys by queries; lse: in units of log 2
-template <int kColTiles>
-__device__ void exponentiate(float (&p)[1][kColTiles][4], const float2 (&lse)[kColTiles],
-                             float scale_log2) {
-#pragma unroll
-  for (int n = 0; n < kColTiles; ++n) {
-    const float2 pair = lse[n];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      p[0][n][j] = ptx::ex2(fmaf(p[0][n][j], scale_log2, j % 2 == 0 ? -pair.x : -pair.y));
-    }
-  }
-}
-
-// dP^T becomes dS^T = P^T * (dP^T - delta).
-template <int kColTiles>
-__device__ void differentiate_scores(float (&ds)[1][kColTiles][4],
-                                     const float (&p)[1][kColTiles][4],
-                                     const float2 (&delta)[kColTiles]) {
-#pragma unroll
-  for (int n = 0; n < kColTiles; ++n) {
-    const float2 pair = delta[n];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      ds[0][n][j] = p[0][n][j] * (ds[0][n][j] - (j % 2 == 0 ? pair.x : pair.y));
-    }
-  }
-}
-
-// Accumulators, rounded, as the A operands of a product that sums over their columns.
-template <typename T, int kSteps>
-__device__ void pack_operands(uint32_t (&a)[kSteps][4], const float (&x)[1][2 * kSteps][4]) {
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float (&half)[4] = x[0][2 * k + i / 2];
-      a[k][i] = pack(half[i % 2 * 2], half[i % 2 * 2 + 1], T());
-    }
-  }
-}
-
-// Which of a lane's scores dropout keeps: bit 4 * n + j.
-template <int kColTiles>
-__device__ uint32_t kept_bits(const Dropout& dropout, int query_tile, int key_tile, int lane) {
-  static_assert(kColTiles <= 8);
-  uint32_t bits = 0;
-#pragma unroll
-  for (int n = 0; n < kColTiles; n += 2) {
-    const auto kept = dropout.kept<Rows::kKeys>(query_tile + n / 2, key_tile, lane);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      bits |= static_cast<uint32_t>(kept(i / 4, i % 4)) << (n * 4 + i);
-    }
-  }
-  return bits;
-}
 
 // Leaves a warp's part of dK and dV; adds up the parts and returns true if it is the last.
 template <typename Config>
@@ -437,22 +225,10 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
           ptx::wgmma_wait<3>(p[half][0]);
         }
 
-        const int query = query_begin + lane % 4 * 2, key = n_begin + first_key + lane / 4;
-        const auto mask_scores = [&] {
-          if (!range.mask.cuts(query_begin, kRows, n_begin + first_key, 16)) return;
-          apply_mask<Rows::kKeys>(
-              p[half], range.mask, [&](int, int upper) { return key + upper * 8; }, query);
-        };
         float derivative[1][kFull ? kRows / 8 : 1][4];  // of the score transform
-        bool curved = false;
-        if constexpr (kFull) {
-          const ScoreTransform transform(params, tile.batch, step.head, range.mask.shift);
-          curved = transform.is_curved();
-          transform.apply<Rows::kKeys>(
-              p[half], query, key, mask_scores,
-              [&](int m, int n, int j, float slope) { derivative[m][n][j] = slope; });
-        }
-        mask_scores();
+        const bool curved =
+            transform_scores<kFull>(p[half], derivative, params, range.mask, tile.batch, step.head,
+                                    query_begin, n_begin + first_key, lane);
         load_statistic(delta, statistics + kBlockM);
         exponentiate(p[half], lse, scale_log2);
 

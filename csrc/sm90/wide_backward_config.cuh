@@ -4,9 +4,10 @@
 #include <cstdint>
 
 #include "params.h"
-#include "sm90/backward_config.cuh"
+#include "sm90/backward_tiles.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile_layout.cuh"
+#include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {

@@ -16,8 +16,30 @@
 // step with another.
 #pragma once
 
+#include <cuda.h>
+
+#include "common/dropout.h"
+#include "common/fragment.h"
+#include "common/sequence.h"
+#include "common/shared_address.h"
+#include "common/warp.h"
+#include "params.h"
+#include "ptx/atomics.h"
 #include "ptx/cluster.h"
-#include "sm90/backward_kernel.cuh"
+#include "ptx/griddepcontrol.h"
+#include "ptx/prefetch.h"
+#include "ptx/setmaxnreg.h"
+#include "ptx/stmatrix.h"
+#include "ptx/wgmma.h"
+#include "sm90/backward_producer.cuh"
+#include "sm90/backward_rows.cuh"
+#include "sm90/backward_scores.cuh"
+#include "sm90/backward_tiles.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/split.cuh"
+#include "sm90/store.cuh"
+#include "sm90/tile_scheduler.cuh"
+#include "sm90/warpgroup_matmul.cuh"
 #include "sm90/wide_backward_config.cuh"
 
 namespace flash::sm90 {
@@ -47,39 +69,20 @@ __device__ void produce_wide(BackwardProducer<Config> producer, const Tile& tile
   };
   PipelineState<Config::kStages> q_state;
   PipelineState<Config::kDoutStages> dout_state;
-  const auto load_queries = [&](auto cols, auto& pipeline, auto* stages, const CUtensorMap& map,
-                                auto& state, const BulkCopy& beside = {}) {
-    const int m_begin = step.m_block * kBlockM;
-    pipeline.wait_empty(state);
-    producer.template load<kBlockM, decltype(cols)::value>(
-        stages[state.stage()], map, pipeline.full[state.stage()], sequence.q_batch,
-        sequence.q_first, step.head, m_begin, sequence.seqlen_q - m_begin, schedule.clear_tail_q,
-        beside);
-    state.advance();
-  };
   const std::integral_constant<int, Config::kHeadDim> cols{};
   const std::integral_constant<int, Config::kHeadDimV> cols_v{};
   const std::integral_constant<int, Config::kDqCols> cols_dq{};
   load_keys(cols, shared.k, producer.maps.k, shared.k_full, rank, 0);
 #pragma unroll 1
   for (bool first = true; step.left > 0; first = false, step.next(range.m_blocks)) {
-    const int row_tile = step.head * params.row_tiles + first_tile + step.m_block;
-    shared.q_pipeline.wait_empty(q_state);
-    if (lane == 0) {
-      int turn = 0;
-      if (params.dq_turn != nullptr) {
-        const int m_begin = step.m_block * kBlockM;
-        const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
-        turn = range.n_block - key_blocks<Config::kBlockN>(range.mask, m_begin, m_end).begin;
-      }
-      shared.steps[q_state.count % Config::kStepSlots] = {row_tile, turn};
-    }
-    load_queries(
-        cols, shared.q_pipeline, shared.q, producer.maps.q, q_state,
-        {shared.statistics[q_state.stage()],
-         params.row_statistics + int64_t{row_tile} * (2 * kBlockM), sizeof(shared.statistics[0])});
+    const BulkCopy statistics = producer.announce(range, step, first_tile, q_state);
+    producer.template load_queries<Config::kHeadDim>(shared.q_pipeline, q_state, shared.q,
+                                                     producer.maps.q, sequence, step, statistics);
+    q_state.advance();
     if (first) load_keys(cols_v, shared.v, producer.maps.v, shared.v_full, rank, 0);
-    load_queries(cols_v, shared.dout_pipeline, shared.dout, producer.maps.dout, dout_state);
+    producer.template load_queries<Config::kHeadDimV>(shared.dout_pipeline, dout_state, shared.dout,
+                                                      producer.maps.dout, sequence, step);
+    dout_state.advance();
     if (first) {
       load_keys(cols_dq, shared.peer_k, producer.maps.k, shared.peer_k_full, 1 - rank,
                 rank * Config::kDqCols / kBoxCols<typename Config::T>);
@@ -168,26 +171,14 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
     start_multiply<T, Config::kHeadDim>(p[0], KMajor<T, Config::kKeyRows>(shared.k),
                                         KMajor<T, kBlockM>(shared.q[stage]));
     more = warp_uniform_condition(step.left > 1);
-    const int query = step.m_block * kBlockM + lane % 4 * 2, key = keys.first + lane / 4;
     float2 lse[kBlockM / 8];
     load_statistic(lse, shared.statistics[stage] + lane % 4 * 2);
     ptx::wgmma_wait<0>(p[0]);
 
-    const auto mask_scores = [&] {
-      if (!range.mask.cuts(step.m_block * kBlockM, kBlockM, keys.first, 16)) return;
-      apply_mask<Rows::kKeys>(
-          p, range.mask, [&](int, int upper) { return key + upper * 8; }, query);
-    };
     float derivative[1][Config::kFull ? kBlockM / 8 : 1][4];  // of the score transform
-    bool curved = false;
-    if constexpr (Config::kFull) {
-      const ScoreTransform transform(params, tile.batch, step.head, range.mask.shift);
-      curved = transform.is_curved();
-      transform.apply<Rows::kKeys>(
-          p, query, key, mask_scores,
-          [&](int m, int n, int j, float slope) { derivative[m][n][j] = slope; });
-    }
-    mask_scores();
+    const bool curved =
+        transform_scores<Config::kFull>(p, derivative, params, range.mask, tile.batch, step.head,
+                                        step.m_block * kBlockM, keys.first, lane);
     exponentiate(p, lse, scale_log2);
     shared.q_pipeline.release(q_state, lane);
 

@@ -1,0 +1,99 @@
+// What the producers of Hopper backwards share: loads of a block of rows.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <cuda/ptx>
+
+#include "params.h"
+#include "sm90/backward_rows.cuh"
+#include "sm90/backward_tiles.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/tma_load.cuh"
+
+namespace flash::sm90 {
+
+// Maps (batch, heads, rows, dim), boxes of the rows of a block. Outside the tensors they read
+// zeros.
+struct BackwardMaps {
+  CUtensorMap q, k, v, dout;
+};
+
+// To shared memory, from global memory.
+struct BulkCopy {
+  void* target;
+  const void* source;
+  int bytes;
+};
+
+template <typename Config>
+struct BackwardProducer {
+  using T = typename Config::T;
+
+  const BackwardParams& params;
+  const BackwardMaps& maps;
+  const BackwardSchedule& schedule;
+  typename Config::SharedStorage& shared;
+  const int lane;
+  PipelineState<1> tail_state;
+
+  // Loads kRows rows of a tensor, from row `row` of a sequence on. Of them `valid_rows` are the
+  // sequence's; if `clear`, the others become zero.
+  // beside: what comes with them
+  template <int kRows, int kCols>
+  __device__ void load(T* tile, const CUtensorMap& map, uint64_t& full, int slot, int first,
+                       int head, int row, int valid_rows, bool clear, const BulkCopy& beside = {},
+                       int first_part = 0) {
+    const BlockTable table{};
+    const SequenceRows rows{slot, 0, first, head, table};
+    clear = clear && valid_rows < kRows;
+    uint64_t& barrier = clear ? shared.tail_full : full;
+    load_rows<kRows, kCols>(tile, map, barrier, rows, row, kRows, lane, beside.bytes, first_part);
+    if (lane == 0 && beside.bytes > 0) {
+      cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, beside.target,
+                               beside.source, beside.bytes, &barrier);
+    }
+    if (clear) {
+      wait(shared.tail_full, tail_state.phase());
+      tail_state.advance();
+      clear_tail<kRows, kCols>(tile, valid_rows, lane);
+      arrive_of_warp(full, lane);
+    }
+  }
+
+  // The block of queries of a step. rows: the sequence
+  template <int kCols, typename Pipeline, typename Stages>
+  __device__ void load_queries(Pipeline& pipeline, typename Pipeline::State state, Stages& stages,
+                               const CUtensorMap& map, const Sequence& rows,
+                               const StepIterator& step, const BulkCopy& beside = {}) {
+    const int m_begin = step.m_block * Config::kBlockM;
+    pipeline.wait_empty(state);
+    load<Config::kBlockM, kCols>(stages[state.stage()], map, pipeline.full[state.stage()],
+                                 rows.q_batch, rows.q_first, step.head, m_begin,
+                                 rows.seqlen_q - m_begin, schedule.clear_tail_q, beside);
+  }
+
+  // Says where a step's dQ goes, and which statistics come with its Q.
+  // first_tile: of the sequence, in the workspaces; state: of Q
+  __device__ BulkCopy announce(const KeyTileRange<Config>& range, const StepIterator& step,
+                               int first_tile, PipelineState<Config::kStages> state) {
+    constexpr int kBlockM = Config::kBlockM;
+    const int row_tile = step.head * params.row_tiles + first_tile + step.m_block;
+    shared.q_pipeline.wait_empty(state);
+    if (lane == 0) {
+      int turn = 0;
+      if (params.dq_turn != nullptr) {
+        const int m_begin = step.m_block * kBlockM;
+        const int m_end = min(m_begin + kBlockM, range.sequence.seqlen_q);
+        turn = range.n_block - key_blocks<Config::kBlockN>(range.mask, m_begin, m_end).begin;
+      }
+      shared.steps[state.count % Config::kStepSlots] = {row_tile, turn};
+    }
+    return {shared.statistics[state.stage()],
+            params.row_statistics + int64_t{row_tile} * (2 * kBlockM),
+            sizeof(shared.statistics[0])};
+  }
+};
+
+}  // namespace flash::sm90
