@@ -152,8 +152,9 @@ struct BackwardParams : AttentionParams {
   // of sequence b begin at dq_tile(b).
   float* dq_accum;
   int row_tiles;
-  // One counter for each (head, row tile), cleared too: whose turn it is to add. Null:
-  // no order, the result may differ in its last bits from run to run.
+  // For each (head, row tile) one counter, or two where two thread blocks add half of the columns
+  // each, cleared too: whose turn it is to add. Null: no order, the result may differ in its last
+  // bits from run to run.
   int* dq_turn;
   // sm90: (nheads, row_tiles, 2, rows of a tile), see sm90/backward_rows.cuh.
   float* row_statistics;

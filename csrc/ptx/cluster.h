@@ -15,17 +15,6 @@ __device__ inline void cluster_sync() {
   __cluster_barrier_wait();
 }
 
-// The end of a kernel: others may still write to this thread block's shared memory. Each role of a
-// warp has its own `kPlace`: where roles met, ptxas would not know how many registers they have.
-template <int kPlace>
-__device__ void cluster_end() {
-  asm volatile(
-      "barrier.cluster.arrive; // %0\n"
-      "barrier.cluster.wait;\n"
-      "exit;\n" ::"n"(kPlace)
-      : "memory");
-}
-
 // The same variable in the shared memory of another thread block of the cluster.
 template <typename T>
 __device__ T* map_to_rank(T* x, int rank) {

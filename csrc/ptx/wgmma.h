@@ -119,7 +119,6 @@ __device__ inline void wgmma_wait(float (&d)[kTiles][4]) {
   FLASH_WGMMA_OF(N, GROUPS, __half, "k16.f32.f16.f16", __VA_ARGS__) \
   FLASH_WGMMA_OF(N, GROUPS, __nv_bfloat16, "k16.f32.bf16.bf16", __VA_ARGS__)
 
-FLASH_WGMMA(32, 2, 16, 17, 18, 19, 20, 21, 22)
 FLASH_WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30)
 FLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
 FLASH_WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)

@@ -44,6 +44,7 @@ struct BackwardConfig {
   static_assert(kBlockM % kWarpgroupRows == 0 && kConsumers == 2);
 
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
+  static constexpr int kDqStages = 1;                 // in shared memory
   static constexpr int kDqChunkCols = kHeadDim;       // it is kept in chunks of columns
   static constexpr int kDqTurns = 1;  // of each row tile, if it is added to in order
 
@@ -55,14 +56,14 @@ struct BackwardConfig {
     alignas(1024) T q[kStages][kTileSize<T, kBlockM, kHeadDim>];
     alignas(1024) T dout[kStages][kTileSize<T, kBlockM, kHeadDimV>];
     alignas(1024) T ds[kDsStages][kTileSize<T, kBlockM, kBlockN>];
-    alignas(128) float4 dq[kDqSize / 4];  // as in the workspace
+    alignas(128) float4 dq[kDqStages][kDqSize / 4];  // as in the workspace
     alignas(16) float statistics[kStages][2 * kBlockM];
     // The last steps: who adds dQ is up to three behind the producer.
     Step steps[kStepSlots];
     Pipeline<kKvStages> k_pipeline, v_pipeline;
     Pipeline<kStages> q_pipeline, dout_pipeline;
     Pipeline<kDsStages> ds_pipeline;
-    Pipeline<1> dq_pipeline;
+    Pipeline<kDqStages> dq_pipeline;
     uint64_t tail_full;  // a block whose rows past the sequence are cleared first
     TilePipeline tiles;
   };

@@ -27,13 +27,13 @@
 #include "common/shared_address.h"
 #include "common/warp.h"
 #include "params.h"
-#include "ptx/atomics.h"
 #include "ptx/griddepcontrol.h"
 #include "ptx/opaque.h"
 #include "ptx/prefetch.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
+#include "sm90/add_dq.cuh"
 #include "sm90/backward_config.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_rows.cuh"
@@ -304,7 +304,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       // Another warp adds it to the workspace.
       shared.dq_pipeline.wait_empty(dq_state);
       float4* const dq_target =
-          shared.dq + ((dq_half * 4 + warp) * (kHeadDim / 8) + dq_col / 8) * 32 + lane;
+          shared.dq[0] + ((dq_half * 4 + warp) * (kHeadDim / 8) + dq_col / 8) * 32 + lane;
 #pragma unroll
       for (int n = 0; n < Config::kDqCols / 8; ++n) {
         // The last columns may lie behind the head dim.
@@ -346,42 +346,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   arrive_of_warp(shared.dq_pipeline.full[0], lane);
 }
 
-// ---- Adder -------------------------------------------------------------------------------------
-
-// Adds each step's dQ to the workspace. To be deterministic, the tiles that see some queries add in
-// the order of their keys.
-template <typename Config>
-__device__ void add_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
-                       int lane) {
-  ptx::wait_for_earlier_kernels();
-  if (lane != 0) return;
-  for (PipelineState<1> state;; state.advance()) {
-    shared.dq_pipeline.wait_full(state);
-    const auto [row_tile, turn] = shared.steps[state.count % Config::kStepSlots];
-    if (row_tile < 0) break;
-    int* const turns = params.dq_turn == nullptr ? nullptr : params.dq_turn + row_tile;
-    if (turns != nullptr) {
-      // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
-      // forever.
-      while (ptx::load_acquire(turns) < turn) {
-      }
-      cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
-    }
-    cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
-                                    cuda::ptx::op_add,
-                                    params.dq_accum + int64_t{row_tile} * Config::kDqSize,
-                                    reinterpret_cast<const float*>(shared.dq), sizeof(shared.dq));
-    cuda::ptx::cp_async_bulk_commit_group();
-    cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
-    arrive(shared.dq_pipeline.empty[0]);
-    if (turns != nullptr) {
-      cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
-      __threadfence();
-      ptx::red_release_increment(turns);
-    }
-  }
-  cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
-}
+// ---- Kernel ------------------------------------------------------------------------------------
 
 // Grid: as many thread blocks as fit the device, or as there are tiles; see launch_backward.
 // params.window_left and window_right are bounded_window's.
@@ -425,7 +390,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int helper = warp - Config::kConsumerWarps;
     if (helper == 0) produce(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}});
-    if (helper == 1) add_dq<Config>(params, shared, lane);
+    if (helper == 1) {
+      ptx::wait_for_earlier_kernels();
+      if (lane == 0) add_dq<Config>(params, shared, UINT32_MAX, 0, 1, 0);
+    }
     if (helper == 2) {
       ptx::wait_for_earlier_kernels();
       ptx::let_next_kernel_start();

@@ -35,6 +35,12 @@ inline int row_tiles(const BackwardParams& params, int rows) {
   return static_cast<int>(tiles);
 }
 
+// thread_blocks: for each tile
+[[noreturn]] inline void refuse_tiles(int64_t tiles, int thread_blocks) {
+  throw std::invalid_argument("batch * nheads_kv * key blocks: got " + std::to_string(tiles) +
+                              "; accepted: up to " + std::to_string(INT_MAX / thread_blocks));
+}
+
 template <typename Config>
 BackwardSchedule make_schedule(const BackwardParams& params) {
   BackwardSchedule schedule{};
@@ -42,10 +48,7 @@ BackwardSchedule make_schedule(const BackwardParams& params) {
   schedule.heads_of_kv = 1;
   schedule.blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
   const int64_t heads = int64_t{params.batch} * params.nheads_kv, tiles = schedule.blocks * heads;
-  if (tiles > INT_MAX) {
-    throw std::invalid_argument("batch * nheads_kv * key blocks: got " + std::to_string(tiles) +
-                                "; accepted: up to 2^31 - 1");
-  }
+  if (tiles > INT_MAX) refuse_tiles(tiles, 1);
   const BackwardPlan plan =
       plan_backward(params, Config::kBlockM, Config::kBlockN, Config::kCluster,
                     Config::kConsumerWarps, Config::kHeadDim, Config::kHeadDimV);
@@ -119,8 +122,10 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
                                 ? schedule.tiles
                                 : (params.total_k / Config::kBlockN + int64_t{1} * params.batch) *
                                       params.nheads_kv * schedule.splits;
-  const int64_t most = Config::kPersistent ? multiprocessors() : INT_MAX / Config::kCluster;
-  const int grid = static_cast<int>(std::min(key_tiles, most)) * Config::kCluster;
+  if (key_tiles > INT_MAX / Config::kCluster) refuse_tiles(key_tiles, Config::kCluster);
+  const int grid = Config::kPersistent
+                       ? static_cast<int>(std::min<int64_t>(key_tiles, multiprocessors()))
+                       : static_cast<int>(key_tiles) * Config::kCluster;
   const BackwardMaps prepared = make_maps<Config>(params);
   const float scale_log2 = scale_log2_of(params);
   return [=](const BackwardParams& bound, cudaStream_t stream) {

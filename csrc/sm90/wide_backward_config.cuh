@@ -34,7 +34,6 @@ struct WideBackwardConfig {
 
   // Of dQ a thread block computes 128 columns, in chunks.
   static constexpr int kDqCols = 128, kDqChunkCols = 64;
-  static constexpr int kDqChunkSize = kBlockM * kDqChunkCols;
   static constexpr int kDqStages = kHeadDimV > 192 ? 1 : 2;
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqTurns = kCluster;           // of each row tile
@@ -51,7 +50,7 @@ struct WideBackwardConfig {
     alignas(1024) T dout[kDoutStages][kTileSize<T, kBlockM, kHeadDimV>];
     alignas(1024) T ds[kCluster][kDsPartSize];      // (keys of each thread block, queries, keys)
     alignas(128) uint4 p[kPStages][4][kWarpgroup];  // as the threads hold it
-    alignas(128) float4 dq[kDqStages][kDqChunkSize / 4];
+    alignas(128) float4 dq[kDqStages][kBlockM * kDqChunkCols / 4];
     alignas(16) float statistics[kStages][2 * kBlockM];
     // The last steps: who adds dQ may be some behind the producer.
     Step steps[kStepSlots];

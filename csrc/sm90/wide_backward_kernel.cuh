@@ -24,13 +24,13 @@
 #include "common/shared_address.h"
 #include "common/warp.h"
 #include "params.h"
-#include "ptx/atomics.h"
 #include "ptx/cluster.h"
 #include "ptx/griddepcontrol.h"
 #include "ptx/prefetch.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
+#include "sm90/add_dq.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_rows.cuh"
 #include "sm90/backward_scores.cuh"
@@ -379,44 +379,7 @@ __device__ void send_ds(typename Config::SharedStorage& shared, int step_count, 
   }
 }
 
-// As add_dq, in chunks of columns.
-template <typename Config>
-__device__ void add_dq_chunks(const BackwardParams& params, typename Config::SharedStorage& shared,
-                              int step_count, int rank) {
-  const int first_col = rank * Config::kDqCols;
-  const int chunks = dq_chunks<Config>(rank);
-  PipelineState<Config::kDqStages> state;
-#pragma unroll 1
-  for (int i = 0; i < step_count; ++i) {
-    int* turns = nullptr;
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      shared.dq_pipeline.wait_full(state);
-      const auto [row_tile, turn] = shared.steps[i % Config::kStepSlots];
-      if (chunk == 0 && params.dq_turn != nullptr) {
-        turns = params.dq_turn + row_tile * Config::kDqTurns + rank;
-        while (ptx::load_acquire(turns) < turn) {
-        }
-        cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
-      }
-      cuda::ptx::cp_reduce_async_bulk(
-          cuda::ptx::space_global, cuda::ptx::space_shared, cuda::ptx::op_add,
-          params.dq_accum + int64_t{row_tile} * Config::kDqSize +
-              (first_col / Config::kDqChunkCols + chunk) * Config::kDqChunkSize,
-          reinterpret_cast<const float*>(shared.dq[state.stage()]), sizeof(shared.dq[0]));
-      cuda::ptx::cp_async_bulk_commit_group();
-      cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
-      arrive(shared.dq_pipeline.empty[state.stage()]);
-      state.advance();
-    }
-    if (turns != nullptr) {
-      cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
-      __threadfence();
-      ptx::red_release_increment(turns);
-    }
-  }
-  cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
-}
+// ---- Kernel ------------------------------------------------------------------------------------
 
 // Grid: a cluster for each tile, or more; see launch_backward. params.window_left and window_right
 // are bounded_window's.
@@ -468,22 +431,18 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   if (tile.batch < 0) return;
 
   const int role = warp / Config::kWarps, role_warp = warp % Config::kWarps;
-  if (role == 0) {
+  if (role < 2) {
     ptx::setmaxnreg_inc<Config::kGradientRegisters>();
     const KeyTileRange<Config> range(params, schedule, tile);
+    const StepIterator step = range.steps(params, schedule, tile);
     const WideKeys keys{rank, role_warp, lane,
                         range.n_begin + rank * Config::kKeyRows + role_warp * 16};
     ptx::wait_for_earlier_kernels();
-    consume_scores<Config>(params, schedule, scale_log2, shared, range,
-                           range.steps(params, schedule, tile), keys);
-  } else if (role == 1) {
-    ptx::setmaxnreg_inc<Config::kGradientRegisters>();
-    const KeyTileRange<Config> range(params, schedule, tile);
-    const WideKeys keys{rank, role_warp, lane,
-                        range.n_begin + rank * Config::kKeyRows + role_warp * 16};
-    ptx::wait_for_earlier_kernels();
-    consume_gradients<Config>(params, schedule, shared, range, range.steps(params, schedule, tile),
-                              keys);
+    if (role == 0) {
+      consume_scores<Config>(params, schedule, scale_log2, shared, range, step, keys);
+    } else {
+      consume_gradients<Config>(params, schedule, shared, range, step, keys);
+    }
   } else if (role == 2) {
     ptx::setmaxnreg_dec<Config::kDqRegisters>();
     const KeyTileRange<Config> range(params, schedule, tile);
@@ -497,7 +456,10 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     } else {
       const KeyTileRange<Config> range(params, schedule, tile);
       const int step_count = range.steps(params, schedule, tile).left;
-      if (role_warp == 1 && lane == 0) add_dq_chunks<Config>(params, shared, step_count, rank);
+      if (role_warp == 1 && lane == 0) {
+        constexpr int kChunks = Config::kDqCols / Config::kDqChunkCols;
+        add_dq<Config>(params, shared, step_count, rank * kChunks, dq_chunks<Config>(rank), rank);
+      }
       if (role_warp == 2 && lane == 0) send_ds<Config>(shared, step_count, rank);
       if (role_warp == 3) ptx::let_next_kernel_start();
       __syncwarp();

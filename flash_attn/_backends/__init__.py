@@ -23,8 +23,8 @@ def use_backend(name: str) -> AbstractContextManager[None]:
     ----------
     name : {"tiled", "sm80", "sm90"}
         ``tiled`` is PyTorch on any device; ``sm80`` the Ampere-class kernels (compute capability >=
-        8.0); ``sm90`` the Hopper kernels (9.0 alone). A backward without a kernel runs on
-        the next lesser backend: for large head dims that of ``sm90`` is ``sm80``'s.
+        8.0); ``sm90`` the Hopper kernels (9.0 alone). A backward without a kernel runs on the
+        next lesser backend: that of ``sm90`` is ``sm80``'s for q, k and v that are not aligned.
 
     Raises
     ------
