@@ -83,13 +83,16 @@ def run_tests() -> tuple[int, Counter[str]]:
     """Run the GPU tests; pytest's exit status and the outcomes it recorded.
 
     The rest of the suite runs in CI. Most of a test's time is the host's: several share the GPU
-    where pytest-xdist is installed.
+    where pytest-xdist is installed. A test that hangs fails where pytest-timeout is installed.
     """
-    workers = ["-n", "14"] if importlib.util.find_spec("xdist") else []
+    options = ["-n", "14"] if importlib.util.find_spec("xdist") else []
+    if importlib.util.find_spec("pytest_timeout"):
+        options += ["--timeout", "180", "--timeout-method", "thread"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
-        command += workers
+        command += ["--durations", "20"]
+        command += options
         status = subprocess.run(command, cwd=ROOT).returncode
         if not report.exists():
             raise SystemExit(f"pytest wrote no report (exit status {status}): nothing is recorded")

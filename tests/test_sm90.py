@@ -214,6 +214,21 @@ def test_backward_of_several_tiles(device, layout, options, headdims):
     assert_twice_the_same(problem)
 
 
+@pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
+@pytest.mark.parametrize("options", ["causal", "window", "everything"])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_backward_of_lone_tiles(device, layout, options, headdims):
+    """At most 128 keys: one tile sees all queries that see any; the others' dQ is 0."""
+    heads = (12, 6, *headdims)
+    options = OPTIONS[options](5, 12, device) | {"dtype": torch.bfloat16, "device": device}
+    if layout == "dense":
+        problem = dense(5, 300, 128, *heads, **options)
+    else:
+        problem = varlen([300, 0, 1, 129, 64], [77, 128, 0, 1, 65], *heads, **options)
+    check(problem)
+    assert_twice_the_same(problem)
+
+
 def assert_twice_the_same(problem: Attention) -> None:
     first, again = (run(problem, deterministic=True)[0] for _ in range(2))
     for name, value in first.items():

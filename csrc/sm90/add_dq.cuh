@@ -1,4 +1,5 @@
-// Adds dQ of the steps to the float32 workspace, from shared memory.
+// How dQ of the steps gets from shared memory to its place: added to a float32 workspace, or
+// written by a lone tile.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include "ptx/atomics.h"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/store.cuh"
 
 namespace flash::sm90 {
 
@@ -55,6 +57,47 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
     }
   }
   cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+}
+
+constexpr int kDqWriters = 2;  // warps
+
+// dQ = softmax_scale * what is in shared memory, rounded to T: each writer takes every other 8
+// rows. It ends at a step without a row tile.
+template <typename Config>
+__device__ void write_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
+                         int writer, int lane) {
+  using T = typename Config::T;
+  constexpr int kTiles = Config::kDqChunkCols / 8, kTilesAtOnce = 2;
+  static_assert(Config::kDqChunkCols == Config::kHeadDim);
+#pragma unroll 1
+  for (PipelineState<Config::kDqStages> state;; state.advance()) {
+    shared.dq_pipeline.wait_full(state);
+    const int slot = state.count % Config::kStepSlots;
+    if (shared.steps[slot].row_tile < 0) return;
+    const StepQueries& queries = shared.step_queries[slot];
+    // Of the lane, in accumulators of 16 rows: its columns in the first 8 rows, then in the others.
+    const float2* source =
+        reinterpret_cast<const float2*>(shared.dq[state.stage()] + lane) + writer;
+#pragma unroll 1
+    for (int row = writer * 8 + lane / 4; row < Config::kBlockM; row += 16) {
+      T* target = nullptr;
+      if (row < queries.rows) {
+        target = rows_of<T>(params.dq, queries.batch, queries.first_row + row, queries.head);
+      }
+#pragma unroll 1
+      for (int n = 0; n < kTiles; n += kTilesAtOnce) {
+        float out[kTilesAtOnce][4];
+#pragma unroll
+        for (int i = 0; i < kTilesAtOnce; ++i, source += 2 * 32) {
+          out[i][0] = source->x * params.softmax_scale,
+          out[i][1] = source->y * params.softmax_scale;
+        }
+        store_row<T, kTilesAtOnce>(target, params.headdim - n * 8, out, 0, lane);
+        if (target != nullptr) target += kTilesAtOnce * 8;
+      }
+    }
+    shared.dq_pipeline.release(state, lane);
+  }
 }
 
 }  // namespace flash::sm90

@@ -23,6 +23,9 @@ struct BackwardConfig {
   static constexpr int kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr int kDsStages = kTile.ds_stages;
   static constexpr EarlyScores kEarlyScores = kTile.early_scores;
+  // The full feature set has no registers for them.
+  static constexpr bool kKInRegisters = kTile.k_in_registers && !kFull;
+  static constexpr bool kVInRegisters = kTile.v_in_registers && !kFull;
   static constexpr int kHalves = kBlockM / kWarpgroupRows;
 
   static constexpr bool kPersistent = true;
@@ -37,12 +40,13 @@ struct BackwardConfig {
   static_assert(kDividesDqRows || (kHalves == 1 && kHeadDim > 64 && kHeadDim <= 128));
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   // Registers of a thread.
-  static constexpr int kProducerRegisters = kHeadDim > 96 ? 24 : 40;
-  static constexpr int kConsumerRegisters = kHeadDim > 96 ? 240 : 232;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 65536 / kThreads / 8 * 8 * (kConsumers + 1));
   static_assert(kBlockM % kWarpgroupRows == 0 && kConsumers == 2);
 
+  static constexpr bool kWritesDq = true;             // of lone tiles
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqStages = 1;                 // in shared memory
   static constexpr int kDqChunkCols = kHeadDim;       // it is kept in chunks of columns
@@ -60,6 +64,7 @@ struct BackwardConfig {
     alignas(16) float statistics[kStages][2 * kBlockM];
     // The last steps: who adds dQ is up to three behind the producer.
     Step steps[kStepSlots];
+    StepQueries step_queries[kStepSlots];
     Pipeline<kKvStages> k_pipeline, v_pipeline;
     Pipeline<kStages> q_pipeline, dout_pipeline;
     Pipeline<kDsStages> ds_pipeline;

@@ -12,7 +12,7 @@
 //   producer   one warp: finds the next tile, has TMA load K and V, then Q and dO block by block
 //   consumers  two warpgroups: own 64 keys each; dK and dV stay in their registers, and so do P^T
 //              and dS^T
-//   adder      one warp: has TMA add dQ to a float32 workspace
+//   adder      one warp: has TMA add dQ to a float32 workspace; for lone tiles, two warps write dQ
 //
 // dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
 // dQ. The causal or window mask: KeyTileRange takes the blocks of queries that see some key,
@@ -135,6 +135,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHalves = Config::kHalves;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   constexpr int kRows = kWarpgroupRows;  // of a half: queries
+  constexpr bool kKInRegisters = Config::kKInRegisters;
+  constexpr bool kVInRegisters = Config::kVInRegisters;
   constexpr bool kEarly = Config::kEarlyScores != EarlyScores::kNone;
   constexpr int kSteps = kRows / kWgmmaDepth<T>;  // over the queries of a half
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
@@ -176,14 +178,24 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
       arrive_of_warp(shared.dq_pipeline.full[0], lane);
     };
+    uint32_t k_operands[kKInRegisters ? kHeadDim / kWgmmaDepth<T> : 1][4];
+    uint32_t v_operands[kVInRegisters ? kHeadDimV / kWgmmaDepth<T> : 1][4];
+    if (has_steps) {
+      if (kKInRegisters) load_operands<T, kBlockN>(k_operands, k, first_key, lane);
+      if (kVInRegisters) load_operands<T, kBlockN>(v_operands, v, first_key, lane);
+    }
     float p[kHalves][1][kRows / 8][4];
     static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
     const auto stage_of = [](uint32_t count) { return warp_uniform_condition(count & 1) ? 1 : 0; };
     const auto start_scores = [&](uint32_t count, int half) {
       const int stage = stage_of(count);
       if (half == 0) shared.q_pipeline.wait_full(PipelineState<Config::kStages>{count});
-      start_multiply<T, kHeadDim>(p[half][0], KMajor<T, kBlockN>(k, warpgroup * kRows),
-                                  KMajor<T, kBlockM>(shared.q[stage], half * kRows));
+      const KMajor<T, kBlockM> queries(shared.q[stage], half * kRows);
+      if constexpr (kKInRegisters) {
+        start_multiply<T>(p[half][0], k_operands, queries);
+      } else {
+        start_multiply<T, kHeadDim>(p[half][0], KMajor<T, kBlockN>(k, warpgroup * kRows), queries);
+      }
     };
     if (kEarly && has_steps) {
       start_scores(step_count, 0);
@@ -202,8 +214,12 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
 
       float ds[1][kRows / 8][4];
       const auto start_dp = [&](int half) {
-        start_multiply<T, kHeadDimV>(ds[0], KMajor<T, kBlockN>(v, warpgroup * kRows),
-                                     KMajor<T, kBlockM>(dout, half * kRows));
+        const KMajor<T, kBlockM> gradients(dout, half * kRows);
+        if constexpr (kVInRegisters) {
+          start_multiply<T>(ds[0], v_operands, gradients);
+        } else {
+          start_multiply<T, kHeadDimV>(ds[0], KMajor<T, kBlockN>(v, warpgroup * kRows), gradients);
+        }
       };
       if (!kEarly) start_scores(step_count, 0);
       more = warp_uniform_condition(step.left > 1);
@@ -375,7 +391,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       init_barrier(shared.ds_pipeline.empty[i], Config::kConsumerWarps);
     }
     init_barrier(shared.dq_pipeline.full[0], Config::kConsumerWarps);
-    init_barrier(shared.dq_pipeline.empty[0], 1);
+    init_barrier(shared.dq_pipeline.empty[0], schedule.lone ? kDqWriters : 1);
     init_barrier(shared.tail_full, 1);
     shared.tiles.init(Config::kConsumerWarps);
     fence_barrier_init();
@@ -392,12 +408,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (helper == 0) produce(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}});
     if (helper == 1) {
       ptx::wait_for_earlier_kernels();
-      if (lane == 0) add_dq<Config>(params, shared, UINT32_MAX, 0, 1, 0);
+      if (lane == 0 && !schedule.lone) add_dq<Config>(params, shared, UINT32_MAX, 0, 1, 0);
     }
     if (helper == 2) {
       ptx::wait_for_earlier_kernels();
       ptx::let_next_kernel_start();
     }
+    if (helper == 3) ptx::wait_for_earlier_kernels();
+    if (schedule.lone && helper >= 2) write_dq<Config>(params, shared, helper - 2, lane);
   }
 }
 

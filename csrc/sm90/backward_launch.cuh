@@ -60,6 +60,7 @@ BackwardSchedule make_schedule(const BackwardParams& params) {
   schedule.clear_tail_k = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr;
   schedule.lengths_on_device =
       schedule.clear_tail_q || schedule.clear_tail_k || params.leftpad_k != nullptr;
+  schedule.lone = Config::kWritesDq && params.seqlen_k <= Config::kBlockN;
   return schedule;
 }
 
@@ -107,11 +108,13 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   params.row_tiles = row_tiles(params, Config::kBlockM);
   const int64_t tiles = int64_t{params.nheads} * params.row_tiles;
   wanted.add_kept_zero("counters", params.counters);
-  wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
   wanted.add("row_statistics", params.row_statistics, tiles * 2 * Config::kBlockM);
-  if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
 
   const BackwardSchedule schedule = make_schedule<Config>(params);
+  if (!schedule.lone) {
+    wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
+    if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
+  }
   if (schedule.splits > 1) {
     wanted.add(
         "partial_dkv", params.partial_dkv,
@@ -143,14 +146,15 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     };
     for_rows([&](dim3 grid, int batch) {
       launch_overlapping(backward_rows_kernel<Config>, grid, kRowsThreads, 0, stream,
-                         "launch of the sm90 rows kernel", bound, batch);
+                         "launch of the sm90 rows kernel", bound, batch, schedule.lone);
     });
     launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream,
                        "launch of the sm90 backward kernel", bound, maps, schedule, scale_log2);
+    if (schedule.lone && !schedule.lengths_on_device) return;
     for_rows([&](dim3 grid, int batch) {
       launch_overlapping(backward_dq_kernel<Config>, grid, Config::kBlockM * 2, 0, stream,
                          "launch of the sm90 dQ kernel", bound, batch,
-                         schedule.lengths_on_device && batch == 0);
+                         schedule.lengths_on_device && batch == 0, schedule.lone);
     });
   };
 }

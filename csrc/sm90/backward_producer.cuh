@@ -88,7 +88,14 @@ struct BackwardProducer {
         const int m_end = min(m_begin + kBlockM, range.sequence.seqlen_q);
         turn = range.n_block - key_blocks<Config::kBlockN>(range.mask, m_begin, m_end).begin;
       }
-      shared.steps[state.count % Config::kStepSlots] = {row_tile, turn};
+      const int slot = state.count % Config::kStepSlots;
+      shared.steps[slot] = {row_tile, turn};
+      if constexpr (Config::kWritesDq) {
+        const Sequence& rows = range.sequence;
+        const int m_begin = step.m_block * kBlockM;
+        shared.step_queries[slot] = {step.head, rows.q_batch, rows.q_first + m_begin,
+                                     min(kBlockM, rows.seqlen_q - m_begin)};
+      }
     }
     return {shared.statistics[state.stage()],
             params.row_statistics + int64_t{row_tile} * (2 * kBlockM),

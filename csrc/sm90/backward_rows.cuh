@@ -4,6 +4,8 @@
 #include <cmath>
 
 #include "common/gaps.h"
+#include "common/mask.h"
+#include "common/range.h"
 #include "common/sequence.h"
 #include "common/softmax.h"
 #include "common/warp.h"
@@ -38,14 +40,26 @@ struct RowTile {
               first_row / kRows) {}
 };
 
+// Whether some of the queries sees some key.
+template <typename Config>
+__device__ bool sees_keys(const BackwardParams& params, const RowTile<Config::kBlockM>& tile) {
+  const Sequence& sequence = tile.sequence;
+  const Mask mask{sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q, params.window_left,
+                  params.window_right};
+  const int end = min(tile.first_row + Config::kBlockM, sequence.seqlen_q);
+  return !key_blocks<Config::kBlockN>(mask, tile.first_row, end).empty();
+}
+
 constexpr int kRowsThreads = 256;
 
 // delta = rowsum(dO * O) - dlse. Of each row it writes the statistics that the main kernel loads,
 // (2, kRows): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
-// it clears the workspace of dQ.
+// it clears the workspace of dQ or, if all tiles of keys are lone ones, dQ of queries that see
+// none.
 template <typename Config>
 __global__ void __launch_bounds__(kRowsThreads)
-    backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
+    backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch,
+                         bool lone) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
   constexpr int kHeadDimV = Config::kHeadDimV, kTurns = Config::kDqTurns;
@@ -70,11 +84,21 @@ __global__ void __launch_bounds__(kRowsThreads)
     out_chunks[i] = *reinterpret_cast<const uint4*>(
         rows_of<const T>(params.out, sequence.q_batch, place, tile.head) + col);
   }
-  auto* const accum =
-      reinterpret_cast<float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4);
+  if (!Config::kWritesDq || !lone) {
+    auto* const accum =
+        reinterpret_cast<float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4);
 #pragma unroll
-  for (int i = 0; i < kRows * kHeadDim / 4 / kRowsThreads; ++i) {
-    accum[i * kRowsThreads + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < kRows * kHeadDim / 4 / kRowsThreads; ++i) {
+      accum[i * kRowsThreads + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  } else if (!sees_keys<Config>(params, tile)) {
+    const int chunks = params.headdim / 8;
+    for (int i = threadIdx.x; i < kRows * chunks; i += kRowsThreads) {
+      const int row = tile.first_row + i / chunks;
+      if (row >= sequence.seqlen_q) break;
+      T* const target = rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head);
+      reinterpret_cast<uint4*>(target)[i % chunks] = make_uint4(0, 0, 0, 0);
+    }
   }
   if (params.dq_turn != nullptr && threadIdx.x < kTurns) {
     params.dq_turn[tile.place * kTurns + threadIdx.x] = 0;
@@ -106,12 +130,12 @@ __global__ void __launch_bounds__(kRowsThreads)
   }
 }
 
-// dQ = softmax_scale * the workspace, rounded to T: a warp takes 16 rows. If `has_gaps`, it clears
-// the rows of no sequence in the results.
+// dQ = softmax_scale * the workspace, rounded to T, unless lone tiles have written it: a warp takes
+// 16 rows. If `has_gaps`, it clears the rows of no sequence in the results.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kBlockM * 2)
     backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch,
-                       bool has_gaps) {
+                       bool has_gaps, bool lone) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
   ptx::wait_for_earlier_kernels();
@@ -120,6 +144,7 @@ __global__ void __launch_bounds__(Config::kBlockM * 2)
     const int blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
     clear_gaps<T>(params, block, blocks, threadIdx.x);
   }
+  if (lone) return;
   const RowTile<kRows> tile(params, first_batch);
   const Sequence& sequence = tile.sequence;
   if (tile.first_row >= sequence.seqlen_q) return;

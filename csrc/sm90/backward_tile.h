@@ -13,17 +13,18 @@ struct BackwardTile {
   int ds_stages;  // of dS
   int kv_stages;  // of K and V; 2: the next tile's are loaded beside this one's
   EarlyScores early_scores;
+  bool k_in_registers, v_in_registers;  // as operands of S^T and dP^T, for all steps of a tile
 };
 
 // TFLOP/s on an H200 in bf16, 8192 tokens, full / causal: S^T at its place; before dQ, where the
 // registers of head dim 128 do not suffice; behind dQ.
 constexpr BackwardTile backward_tile(int headdim) {
   // 500 / 470; 518 / 481; 506 / 466
-  if (headdim <= 64) return {128, 128, 2, 1, 2, EarlyScores::kBeforeDq};
+  if (headdim <= 64) return {128, 128, 2, 1, 2, EarlyScores::kBeforeDq, true, true};
   // 507 / 475; 511 / 487; 513 / 489
-  if (headdim <= 96) return {64, 128, 2, 2, 1, EarlyScores::kBehindDq};
+  if (headdim <= 96) return {64, 128, 2, 2, 1, EarlyScores::kBehindDq, false, true};
   // 584 / 540; -; 585 / 551
-  return {64, 128, 2, 2, 1, EarlyScores::kBehindDq};
+  return {64, 128, 2, 2, 1, EarlyScores::kBehindDq, false, false};
 }
 
 }  // namespace flash::sm90

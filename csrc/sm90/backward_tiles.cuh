@@ -14,6 +14,7 @@ namespace flash::sm90 {
 struct BackwardSchedule : TileSchedule {
   bool clear_tail_q, clear_tail_k;  // there may be anything but zeros behind a sequence's last row
   bool lengths_on_device;           // to know a tile, device memory is read
+  bool lone;  // no sequence has more than one tile, which writes its dQ itself
 };
 
 // Tiles are blocks of keys: how many each sequence has, for the scheduler.
@@ -48,6 +49,11 @@ struct StepIterator {
 struct alignas(8) Step {
   int row_tile;  // in the workspaces; -1: there are no more steps
   int turn;      // of the tile, among those that add to dQ of these queries: by the order of keys
+};
+
+// The queries of a step, to the warps that write dQ of a lone tile.
+struct alignas(16) StepQueries {
+  int head, batch, first_row, rows;
 };
 
 // One tile: keys n_begin .. n_begin + kBlockN - 1 and the blocks of queries that see some of them.

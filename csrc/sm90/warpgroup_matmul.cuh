@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/shared_address.h"
+#include "ptx/ldmatrix.h"
 #include "ptx/wgmma.h"
 #include "sm90/tile_layout.cuh"
 
@@ -68,17 +69,39 @@ __device__ void start_multiply(float (&d)[kColTiles][4], const A& a, const B& b)
   ptx::wgmma_commit();
 }
 
-// Starts D += A B.
-// d: (64, kColTiles * 8), accumulators
-// a: (64, kSteps * kWgmmaDepth<T>), A operands in registers
+// The same with A in registers.
+// a: (64, kSteps * kWgmmaDepth<T>), A operands
 // b: as above, with a depth of kSteps * kWgmmaDepth<T>
+template <typename T, bool kAccumulate = false, int kColTiles, int kSteps, typename B>
+__device__ void start_multiply(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
+                               const B& b) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    ptx::wgmma<B::kTrans>(d, a[k], b.step(k), kAccumulate || k > 0, T());
+  }
+  ptx::wgmma_commit();
+}
 template <typename T, int kColTiles, int kSteps, typename B>
 __device__ void start_multiply_accumulate(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
                                           const B& b) {
-  ptx::wgmma_fence();
+  start_multiply<T, true>(d, a, b);
+}
+
+// A warp's 16 rows of a tile, from row `row` on, as A operands.
+// tile: (parts, kRows, kBoxCols<T>)
+template <typename T, int kRows, int kSteps>
+__device__ void load_operands(uint32_t (&a)[kSteps][4], const T* tile, int row, int lane) {
+  static_assert(sizeof(T) == 2);
+  constexpr int kChunks = kPartRowBytes / 16;  // of a row of a part
+  const int lane_row = row + lane % 16;
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) ptx::wgmma<B::kTrans>(d, a[k], b.step(k), true, T());
-  ptx::wgmma_commit();
+  for (int k = 0; k < kSteps; ++k) {
+    const int chunk = k * 2 + lane / 16;
+    ptx::ldmatrix_x4(a[k], shared_address(tile) +
+                               (chunk / kChunks * kRows + lane_row) * kPartRowBytes +
+                               (chunk % kChunks ^ lane_row % 8) * 16);
+  }
 }
 
 }  // namespace flash::sm90

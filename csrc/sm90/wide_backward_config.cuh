@@ -35,6 +35,7 @@ struct WideBackwardConfig {
   // Of dQ a thread block computes 128 columns, in chunks.
   static constexpr int kDqCols = 128, kDqChunkCols = 64;
   static constexpr int kDqStages = kHeadDimV > 192 ? 1 : 2;
+  static constexpr bool kWritesDq = false;
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqTurns = kCluster;           // of each row tile
   static_assert(kHeadDim > kDqCols && kHeadDim <= kCluster * kDqCols);
