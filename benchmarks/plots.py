@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 STYLES = {
     "sm90": ("flash_attn sm90", "#1f4e9c"),
     "sm80": ("flash_attn sm80", "#5b8bd0"),
+    "sm90_ordered": ("flash_attn sm90, deterministic", "#7f96c8"),
     "sm80_ordered": ("flash_attn sm80, deterministic", "#8fb2e0"),
     "tiled": ("flash_attn tiled", "#bcd2ee"),
     "math": ("standard attention (PyTorch math)", "#8c8c8c"),

@@ -110,7 +110,8 @@ def find_providers(math_gib: float = 40.0, fa3_library: str | None = None) -> di
     """
     return {
         **{backend: _ours(backend) for backend in OURS},
-        # Counts as a peer: the ratio to it is what determinism costs.
+        # Count as peers: the ratio to them is what determinism costs.
+        "sm90_ordered": _ours("sm90", deterministic=True),
         "sm80_ordered": _ours("sm80", deterministic=True),
         "math": _standard(math_gib),
         "efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
