@@ -85,13 +85,14 @@ def run_tests() -> tuple[int, Counter[str]]:
     The rest of the suite runs in CI. Most of a test's time is the host's: several share the GPU
     where pytest-xdist is installed. A test that hangs fails where pytest-timeout is installed.
     """
-    options = ["-n", "14"] if importlib.util.find_spec("xdist") else []
+    options = ["--durations", "20"]
+    if importlib.util.find_spec("xdist"):
+        options += ["-n", "14"]
     if importlib.util.find_spec("pytest_timeout"):
         options += ["--timeout", "180", "--timeout-method", "thread"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
-        command += ["--durations", "20"]
         command += options
         status = subprocess.run(command, cwd=ROOT).returncode
         if not report.exists():
