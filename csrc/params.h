@@ -158,9 +158,9 @@ struct BackwardParams : AttentionParams {
   int* dq_turn;
   // sm90: (nheads, row_tiles, 2, rows of a tile), see sm90/backward_rows.cuh.
   float* row_statistics;
-  // sm90: what the parts of a tile leave of dK and dV for the last of them, which adds them up.
+  // What the parts of a tile leave of dK and dV for the last of them, which adds them up.
   float* partial_dkv;
-  int* counters;  // sm90: (kKeptZero), as in the forward
+  int* counters;  // (kKeptZero), as in the forward
 };
 
 }  // namespace flash

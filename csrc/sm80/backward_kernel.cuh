@@ -3,8 +3,9 @@
 // A thread block takes one block of keys of one head of K and V and walks over the blocks of
 // queries that see them, for each query head of the group. P is recomputed from the log-sum-exp:
 //   P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dK = dS^T Q, dQ = dS K.
-// dK and dV stay in registers, summed over the group. dQ is a sum over thread blocks: each adds its
-// part to a float32 workspace, in any order or, to be deterministic, in the order of the keys.
+// dK and dV stay in registers, summed over the group; where there are few tiles, several thread
+// blocks divide the heads of a group. dQ is a sum over thread blocks: each adds its part to a
+// float32 workspace, in any order or, to be deterministic, in the order of the keys.
 #pragma once
 
 #include <cfloat>
@@ -13,6 +14,7 @@
 #include "common/dropout.h"
 #include "common/fragment.h"
 #include "common/mask.h"
+#include "common/parts.h"
 #include "common/range.h"
 #include "common/scores.h"
 #include "common/sequence.h"
@@ -163,12 +165,12 @@ struct KeyBlock {
   }
 };
 
-// Grid: all key blocks of all heads of K and V of all sequences, see KeyBlock. params.window_left
-// and window_right are bounded_window's.
+// Grid: `splits` parts, of some query heads each, of all key blocks of all heads of K and V of all
+// sequences, see KeyBlock. params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams params, int num_n_blocks,
-                    int heads_together) {
+                    int heads_together, int splits) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFull;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
   // Indices.
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const KeyBlock block(params, blockIdx.x, num_n_blocks, heads_together);
+  const KeyBlock block(params, blockIdx.x / splits, num_n_blocks, heads_together);
   const int n_block = block.n_block, n_begin = n_block * kBlockN;
   const int batch = block.batch, head_kv = block.head_kv;
   const int group = params.nheads / params.nheads_kv;
@@ -227,7 +229,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   float dv[kRowsDkv][kColsDv][4] = {};
   const float scale_log2 = scale_log2_of(params);
 
-  for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+  const int part = blockIdx.x % splits;
+  const int end_head = head_kv * group + group * (part + 1) / splits;
+  for (int head = head_kv * group + group * part / splits; head < end_head; ++head) {
     if (m_blocks.empty()) break;
     // The last queries come first: under a causal mask all key blocks see those, so that they add
     // to dQ in step with each other.
@@ -389,6 +393,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     ptx::cp_async_wait_all();
     __syncthreads();
   }
+  if (splits > 1) {
+    constexpr int kDkSize = kRowsDkv * kColsDk * 32, kSize = kDkSize + kRowsDkv * kColsDv * 32;
+    const int tile = blockIdx.x / splits;
+    float4* const parts = reinterpret_cast<float4*>(params.partial_dkv) +
+                          int64_t{1} * (tile * (kThreads / 32) + warp) * splits * kSize;
+    float4* const mine = parts + blockIdx.x % splits * kSize;
+    leave_part(mine, dk, lane);
+    leave_part(mine + kDkSize, dv, lane);
+    if (!is_last_block(params.counters + 1 + tile, splits)) return;
+    clear(dk);
+    clear(dv);
+#pragma unroll 1
+    for (int i = 0; i < splits; ++i) {
+      add_part(dk, parts + i * kSize, lane);
+      add_part(dv, parts + i * kSize + kDkSize, lane);
+    }
+  }
   scale_by(dk, params.softmax_scale);
   if (kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
   const auto warp_row_dkv = [&](int m) { return m * Config::kWarpsRowDkv + row_dkv; };
@@ -400,7 +421,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   __syncthreads();
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   // Where they go is computed again instead of occupying registers.
-  const KeyBlock place(params, ptx::opaque(static_cast<int>(blockIdx.x)), num_n_blocks,
+  const KeyBlock place(params, ptx::opaque(static_cast<int>(blockIdx.x)) / splits, num_n_blocks,
                        heads_together);
   const Sequence keys(params, place.batch);
   const int first = place.n_block * kBlockN;

@@ -40,6 +40,20 @@ inline int row_tiles(const BackwardParams& params) {
   return static_cast<int>(tiles);
 }
 
+// Into how many parts, of some query heads each, the thread blocks' work is divided. Each SM should
+// get this many thread blocks for each that it holds at a time: under a causal mask they differ.
+constexpr int64_t kRounds = 4;
+
+template <typename Config>
+int backward_splits(const BackwardParams& params) {
+  const int64_t tiles = int64_t{params.batch} * params.nheads_kv *
+                        ((params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN);
+  if (tiles == 0 || tiles >= kKeptZero) return 1;
+  const int64_t wanted = kRounds * Config::kBlocksPerSm * multiprocessors();
+  const int64_t group = params.nheads / params.nheads_kv;
+  return static_cast<int>(std::min(group, (wanted + tiles - 1) / tiles));
+}
+
 template <typename Config>
 void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
   constexpr auto kKernel = backward_kernel<Config>;
@@ -58,8 +72,9 @@ void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
   const int64_t least = params.dq_turn == nullptr ? 1 : kOrderedHeads;
   const int64_t heads_together =
       std::min(std::max(kTogetherBytes / bytes, least), int64_t{params.batch} * params.nheads_kv);
-  kKernel<<<static_cast<unsigned>(blocks), Config::kThreads, Config::kSharedBytes, stream>>>(
-      params, num_n_blocks, static_cast<int>(heads_together));
+  const int splits = backward_splits<Config>(params);
+  kKernel<<<static_cast<unsigned>(blocks * splits), Config::kThreads, Config::kSharedBytes,
+            stream>>>(params, num_n_blocks, static_cast<int>(heads_together), splits);
   check_cuda(cudaGetLastError(), "launch of the sm80 backward kernel");
 }
 
@@ -107,6 +122,17 @@ struct BackwardRow {
     const int64_t tiles = int64_t{params.nheads} * row_tiles(params);
     wanted.add("dq_accum", params.dq_accum, tiles * 16 * kHeadDim);
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles);
+    using Config = BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>;
+    launch_with_fitting_tile<Config>(params.shared_memory, [&](auto config) {
+      using Fitting = decltype(config);
+      const int64_t splits = backward_splits<Fitting>(params);
+      if (splits == 1) return;
+      const int64_t key_blocks = (params.seqlen_k + Fitting::kBlockN - 1) / Fitting::kBlockN;
+      wanted.add("partial_dkv", params.partial_dkv,
+                 splits * params.batch * params.nheads_kv * key_blocks * Fitting::kBlockN *
+                     (kHeadDim + kHeadDimV));
+      wanted.add_kept_zero("counters", params.counters);
+    });
     return launch_backward<T, kHeadDim, kHeadDimV, kFeatures>;
   }
 };

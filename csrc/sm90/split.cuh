@@ -1,14 +1,11 @@
-// A tile's work divided among thread blocks, for launches with fewer tiles than the GPU has room
-// for. Each part leaves what it has in a workspace; who is last merges all, always in the same
-// order: the result does not depend on who that is. A forward divides the keys, a backward the
-// queries.
-//
-// Warps own their rows, so each merges by itself: the same warp of all parts shares a counter.
+// The parts of a forward's tile (common/parts.h), which divide its keys. Warps own their rows, so
+// each merges by itself: the same warp of all parts shares a counter.
 #pragma once
 
 #include <cfloat>
 #include <cstdint>
 
+#include "common/parts.h"
 #include "common/softmax.h"
 #include "ptx/special_functions.h"
 
@@ -20,38 +17,6 @@ struct SplitSlot {
   float4* rows;  // (parts, 32): the lane's references and sums
   int* counter;  // zero before and after
 };
-
-// Leaves accumulators for who merges.
-template <int kTiles>
-__device__ void leave_part(float4* target, const float (&x)[1][kTiles][4], int lane) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    __stcg(target + i * 32 + lane, make_float4(x[0][i][0], x[0][i][1], x[0][i][2], x[0][i][3]));
-  }
-}
-
-// After leaving: whether this warp is the last of all parts. The counter is zero again then.
-__device__ inline bool is_last_part(int* counter, int parts, int lane) {
-  __threadfence();
-  __syncwarp();
-  int before = 0;
-  if (lane == 0) before = atomicAdd(counter, 1);
-  before = __shfl_sync(0xffffffff, before, 0);
-  if (before != parts - 1) return false;
-  if (lane == 0) *counter = 0;
-  __threadfence();
-  return true;
-}
-
-// x += what a part has left.
-template <int kTiles>
-__device__ void add_part(float (&x)[1][kTiles][4], const float4* part, int lane) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    const float4 y = __ldcg(part + i * 32 + lane);
-    x[0][i][0] += y.x, x[0][i][1] += y.y, x[0][i][2] += y.z, x[0][i][3] += y.w;
-  }
-}
 
 // Leaves this warp's part. If it is the last, merges all into `out` and `softmax` and returns true.
 template <int kOutTiles>

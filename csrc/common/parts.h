@@ -1,0 +1,63 @@
+// A tile's work divided among thread blocks, for launches with fewer tiles than the GPU has room
+// for. Each part leaves what it has in a workspace; who is last merges all, always in the same
+// order: the result does not depend on who that is. A forward divides the keys, a backward the
+// queries.
+#pragma once
+
+namespace flash {
+
+// Leaves accumulators for who merges. Lanes write side by side.
+// x: accumulators of m16n8
+template <int kRowTiles, int kColTiles>
+__device__ void leave_part(float4* target, const float (&x)[kRowTiles][kColTiles][4], int lane) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n) {
+      __stcg(target + (m * kColTiles + n) * 32 + lane,
+             make_float4(x[m][n][0], x[m][n][1], x[m][n][2], x[m][n][3]));
+    }
+  }
+}
+
+// x += what a part has left.
+template <int kRowTiles, int kColTiles>
+__device__ void add_part(float (&x)[kRowTiles][kColTiles][4], const float4* part, int lane) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColTiles; ++n) {
+      const float4 y = __ldcg(part + (m * kColTiles + n) * 32 + lane);
+      x[m][n][0] += y.x, x[m][n][1] += y.y, x[m][n][2] += y.z, x[m][n][3] += y.w;
+    }
+  }
+}
+
+// After leaving: whether this warp is the last of all parts. The counter is zero again then.
+__device__ inline bool is_last_part(int* counter, int parts, int lane) {
+  __threadfence();
+  __syncwarp();
+  int before = 0;
+  if (lane == 0) before = atomicAdd(counter, 1);
+  before = __shfl_sync(0xffffffff, before, 0);
+  if (before != parts - 1) return false;
+  if (lane == 0) *counter = 0;
+  __threadfence();
+  return true;
+}
+
+// The same of a thread block.
+__device__ inline bool is_last_block(int* counter, int parts) {
+  __threadfence();
+  bool is_last = false;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(counter, 1) == parts - 1;
+    if (is_last) *counter = 0;
+  }
+  is_last = __syncthreads_or(is_last);
+  __threadfence();
+  return is_last;
+}
+
+}  // namespace flash
