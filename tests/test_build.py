@@ -374,7 +374,11 @@ def test_workspaces() -> None:
     assert prepare("forward", "cuda").workspaces == []
     tiles = 4 * 2  # of 16 queries: of 4 heads of 2 sequences of 5
     dq_accum = ("dq_accum", "fp32", tiles * 16 * 64, False)
-    assert prepare("backward", "cuda").workspaces == [dq_accum]
+    of_parts = [  # a group of 2 heads, key blocks of 64
+        ("partial_dkv", "fp32", 2 * (2 * 2 * 64) * (64 + 64), False),
+        counters,
+    ]
+    assert prepare("backward", "cuda").workspaces == [dq_accum, *of_parts]
     packed = prepare(
         "backward",
         "cuda",
@@ -384,10 +388,11 @@ def test_workspaces() -> None:
         cu_seqlens_q=torch.tensor([0, 1, 1]).int(),  # where most rows belong to no sequence
         max_seqlen_q=1,
     )
-    assert packed.workspaces == [("dq_accum", "fp32", 4 * (10 // 16 + 2) * 16 * 64, False)]
+    dq_accum_packed = ("dq_accum", "fp32", 4 * (10 // 16 + 2) * 16 * 64, False)
+    assert packed.workspaces == [dq_accum_packed, *of_parts]
     ordered = prepare("backward", "cuda", deterministic=True)
-    assert ordered.workspaces == [dq_accum, ("dq_turn", "int32", tiles, False)]
-    assert ordered.names[-2:] == ["dq_accum", "dq_turn"]
+    assert ordered.workspaces == [dq_accum, ("dq_turn", "int32", tiles, False), *of_parts]
+    assert ordered.names[-4:] == ["dq_accum", "dq_turn", "partial_dkv", "counters"]
     with pytest.raises(ValueError, match="^places: got 1; accepted: one for each of names"):
         ordered.at([0])
     with pytest.raises(ValueError, match="^launch: too few tensors"):

@@ -25,14 +25,23 @@ void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& dev
   devices.fetch_or(bit, std::memory_order_relaxed);
 }
 
-// Launches a kernel that calls ptx::wait_for_earlier_kernels: its thread blocks may start while the
-// stream's kernel before is ending.
+enum class Launch {
+  kOverlapping,  // thread blocks may start while the stream's kernel before is ending
+  kTogether,     // all thread blocks run at the same time, or the launch fails
+};
+
+// Launches a kernel that calls ptx::wait_for_earlier_kernels.
 template <typename... Parameters, typename... Arguments>
-void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
-                        cudaStream_t stream, const char* call, const Arguments&... arguments) {
+void launch(Launch how, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
+            cudaStream_t stream, const char* call, const Arguments&... arguments) {
   cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  if (how == Launch::kTogether) {
+    overlap.id = cudaLaunchAttributeCooperative;
+    overlap.val.cooperative = 1;
+  } else {
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = threads;
@@ -42,6 +51,10 @@ void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, s
   config.numAttrs = 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), call);
 }
+template <typename... Arguments>
+void launch_overlapping(const Arguments&... arguments) {
+  launch(Launch::kOverlapping, arguments...);
+}
 
 // A window side as Mask takes it: -1 (unbounded) becomes as wide as the longest sequence. Wider
 // ones are cut to that too, so that sums with it stay inside an int.
@@ -49,18 +62,52 @@ inline int bounded_window(int window, int max_seqlen) {
   return window < 0 || window > max_seqlen ? max_seqlen : window;
 }
 
-// Of the current device.
-inline int multiprocessors() {
-  static std::array<std::atomic<int>, 64> known{};
-  int device, count = 0;
+// What is known of each device; 0: not yet.
+using DeviceFacts = std::array<std::atomic<int>, 64>;
+
+// Of the current device: query(device), asked once.
+template <typename Query>
+int of_device(DeviceFacts& known, Query query) {
+  int device;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  if (device < 64) count = known[device].load(std::memory_order_relaxed);
-  if (count == 0) {
+  if (device >= static_cast<int>(known.size())) return query(device);
+  int fact = known[device].load(std::memory_order_relaxed);
+  if (fact == 0) {
+    fact = query(device);
+    known[device].store(fact, std::memory_order_relaxed);
+  }
+  return fact;
+}
+
+inline int multiprocessors() {
+  static DeviceFacts known{};
+  return of_device(known, [](int device) {
+    int count;
     check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
                "cudaDeviceGetAttribute(MultiProcessorCount)");
-    if (device < 64) known[device].store(count, std::memory_order_relaxed);
-  }
-  return count;
+    return count;
+  });
+}
+
+// How many clusters of `size` thread blocks run at a time. known: of the kernel
+template <typename Kernel>
+int clusters_at_a_time(Kernel kernel, int size, int threads, size_t shared_bytes,
+                       DeviceFacts& known) {
+  return of_device(known, [=](int) {
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = size;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    int count;
+    check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config),
+               "cudaOccupancyMaxActiveClusters");
+    return count;
+  });
 }
 
 }  // namespace flash

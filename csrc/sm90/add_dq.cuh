@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cuda/ptx>
 
+#include "common/range.h"
 #include "params.h"
 #include "ptx/atomics.h"
 #include "sm90/backward_tiles.cuh"
@@ -13,17 +14,38 @@
 
 namespace flash::sm90 {
 
-// By one lane: it has TMA add `chunks` chunks of columns of each step, from first_chunk on. To be
-// deterministic, the tiles that see some queries add in the order of their keys.
-// steps: it ends after so many, or at a step without a row tile
+// Tells who is next that a row tile has been added to, by one lane. Nobody waits for that to be
+// complete while there is something else to do; but before it waits for its own turn it tells, or
+// two could wait for each other.
+class TurnSignal {
+ public:
+  // Of all but the last kPending additions, which are of the next row tile.
+  template <int kPending>
+  __device__ void send() {
+    if (turns_ == nullptr) return;
+    cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<kPending>());
+    ptx::red_release_increment(turns_);
+    turns_ = nullptr;
+  }
+  __device__ void set(int* turns) { turns_ = turns; }
+
+ private:
+  int* turns_ = nullptr;
+};
+
+// By one lane: it has TMA add, of each step, the chunks of columns chunks_of(row tile). To be
+// deterministic, the tiles that see some queries add in the order of their keys. It ends at a step
+// without a row tile.
 // counter: which one of a row tile counts those that have added these columns
-template <typename Config>
+template <typename Config, typename ChunksOf>
 __device__ void add_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
-                       uint32_t steps, int first_chunk, int chunks, int counter) {
+                       ChunksOf chunks_of, int counter) {
   constexpr int kChunkSize = Config::kBlockM * Config::kDqChunkCols;
   PipelineState<Config::kDqStages> state;
+  TurnSignal signal;
 #pragma unroll 1
-  for (uint32_t i = 0; i != steps; ++i) {
+  for (uint32_t i = 0;; ++i) {
+    if (!shared.dq_pipeline.is_full(state)) signal.send<0>();
     shared.dq_pipeline.wait_full(state);
     const auto [row_tile, turn] = shared.steps[i % Config::kStepSlots];
     if (row_tile < 0) break;
@@ -33,29 +55,29 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
     if (turns != nullptr) {
       // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
       // forever.
-      while (ptx::load_acquire(turns) < turn) {
-      }
+      while (ptx::load_acquire(turns) < turn) signal.send<0>();
       cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
     }
-    float* const target =
-        params.dq_accum + int64_t{row_tile} * Config::kDqSize + first_chunk * kChunkSize;
+    float* const target = params.dq_accum + int64_t{row_tile} * Config::kDqSize;
+    const Range chunks = chunks_of(row_tile);
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk, state.advance()) {
-      shared.dq_pipeline.wait_full(state);
+    for (int chunk = chunks.begin; chunk < chunks.end; ++chunk, state.advance()) {
+      shared.dq_pipeline.wait_stored(state);
       cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
                                       cuda::ptx::op_add, target + chunk * kChunkSize,
                                       reinterpret_cast<const float*>(shared.dq[state.stage()]),
                                       sizeof(shared.dq[0]));
       cuda::ptx::cp_async_bulk_commit_group();
       cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
-      arrive(shared.dq_pipeline.empty[state.stage()]);
+      // For the warp, of which this lane is alone here.
+      for (int release = 0; release < kReleases; ++release) {
+        arrive(shared.dq_pipeline.empty[state.stage()]);
+      }
+      signal.send<1>();
     }
-    if (turns != nullptr) {
-      cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
-      __threadfence();
-      ptx::red_release_increment(turns);
-    }
+    signal.set(turns);
   }
+  signal.send<0>();
   cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
 }
 

@@ -22,13 +22,12 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr int kDsStages = kTile.ds_stages;
-  static constexpr EarlyScores kEarlyScores = kTile.early_scores;
+  static constexpr bool kEarlyP = kTile.early_p;
   // The full feature set has no registers for them.
   static constexpr bool kKInRegisters = kTile.k_in_registers && !kFull;
   static constexpr bool kVInRegisters = kTile.v_in_registers && !kFull;
   static constexpr int kHalves = kBlockM / kWarpgroupRows;
 
-  static constexpr bool kPersistent = true;
   static constexpr int kCluster = 1;                           // thread blocks
   static constexpr int kKeyRows = kBlockN;                     // of a thread block
   static constexpr int kConsumers = kBlockN / kWarpgroupRows;  // warpgroups

@@ -35,12 +35,12 @@
 #include "ptx/wgmma.h"
 #include "sm90/add_dq.cuh"
 #include "sm90/backward_config.cuh"
+#include "sm90/backward_parts.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_rows.cuh"
 #include "sm90/backward_scores.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/split.cuh"
 #include "sm90/store.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
@@ -104,29 +104,6 @@ __device__ void produce(BackwardProducer<Config> producer) {
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// Leaves a warp's part of dK and dV; adds up the parts and returns true if it is the last.
-template <typename Config>
-__device__ bool sum_parts(const BackwardParams& params, const BackwardSchedule& schedule,
-                          const Tile& tile, float (&dk)[1][Config::kHeadDim / 8][4],
-                          float (&dv)[1][Config::kHeadDimV / 8][4], int warp, int lane) {
-  constexpr int kDkSize = Config::kHeadDim / 8 * 32, kSize = kDkSize + Config::kHeadDimV / 8 * 32;
-  const int head = tile.batch * schedule.heads + tile.head;
-  const int place = (head * schedule.blocks + tile.block) * Config::kConsumerWarps + warp;
-  float4* const parts =
-      reinterpret_cast<float4*>(params.partial_dkv) + int64_t{1} * place * schedule.splits * kSize;
-  leave_part(parts + tile.part * kSize, dk, lane);
-  leave_part(parts + tile.part * kSize + kDkSize, dv, lane);
-  if (!is_last_part(params.counters + 1 + place, schedule.splits, lane)) return false;
-  clear(dk);
-  clear(dv);
-#pragma unroll 1
-  for (int i = 0; i < schedule.splits; ++i) {
-    add_part(dk, parts + i * kSize, lane);
-    add_part(dv, parts + i * kSize + kDkSize, lane);
-  }
-  return true;
-}
-
 template <typename Config>
 __device__ void consume(const BackwardParams& params, const BackwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
@@ -137,7 +114,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   constexpr int kRows = kWarpgroupRows;  // of a half: queries
   constexpr bool kKInRegisters = Config::kKInRegisters;
   constexpr bool kVInRegisters = Config::kVInRegisters;
-  constexpr bool kEarly = Config::kEarlyScores != EarlyScores::kNone;
+  constexpr bool kEarlyP = Config::kEarlyP;
   constexpr int kSteps = kRows / kWgmmaDepth<T>;  // over the queries of a half
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int warp = warp_uniform(thread / 32);
@@ -172,12 +149,6 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       shared.k_pipeline.wait_full(kv_state);
       shared.v_pipeline.wait_full(kv_state);
     }
-    // What a warp has stored of dQ is handed over in the next step: then the fence need not wait
-    // for the stores.
-    const auto hand_over_dq = [&] {
-      cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
-      arrive_of_warp(shared.dq_pipeline.full[0], lane);
-    };
     uint32_t k_operands[kKInRegisters ? kHeadDim / kWgmmaDepth<T> : 1][4];
     uint32_t v_operands[kVInRegisters ? kHeadDimV / kWgmmaDepth<T> : 1][4];
     if (has_steps) {
@@ -197,22 +168,22 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         start_multiply<T, kHeadDim>(p[half][0], KMajor<T, kBlockN>(k, warpgroup * kRows), queries);
       }
     };
-    if (kEarly && has_steps) {
+    if (has_steps) {
       start_scores(step_count, 0);
       ptx::wgmma_wait<0>(p[0][0]);
     }
-    bool first = true;
 #pragma unroll 1
     for (bool more = has_steps; more; ++step_count) {
       const int stage = stage_of(step_count);
       const PipelineState<Config::kStages> state{step_count};
       const PipelineState<Config::kDsStages> ds_state{step_count};
-      const PipelineState<1> dq_state{step_count};
+      const PipelineState<Config::kDqStages> dq_state{step_count};
       const T* const q = shared.q[stage];
       const T* const dout = shared.dout[stage];
       T* const ds_tile = shared.ds[Config::kDsStages == 1 ? 0 : stage];
 
       float ds[1][kRows / 8][4];
+      uint32_t ds_operands[kSteps][4];
       const auto start_dp = [&](int half) {
         const KMajor<T, kBlockM> gradients(dout, half * kRows);
         if constexpr (kVInRegisters) {
@@ -221,25 +192,21 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
           start_multiply<T, kHeadDimV>(ds[0], KMajor<T, kBlockN>(v, warpgroup * kRows), gradients);
         }
       };
-      if (!kEarly) start_scores(step_count, 0);
       more = warp_uniform_condition(step.left > 1);
+      float2 lse[kRows / 8];
+      if (kEarlyP) load_statistic(lse, shared.statistics[stage] + lane % 4 * 2);
       shared.dout_pipeline.wait_full(state);
       start_dp(0);
       if constexpr (kHalves == 2) start_scores(step_count, 1);
-      if (!first) hand_over_dq();
 
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const float* const statistics = shared.statistics[stage] + half * kRows + lane % 4 * 2;
-        float2 lse[kRows / 8], delta[kRows / 8];
-        load_statistic(lse, statistics);
+        float2 delta[kRows / 8];
+        if (!kEarlyP || half > 0) load_statistic(lse, statistics);
         const int query_begin = step.m_block * kBlockM + half * kRows;
-        // Behind S^T: dP^T and the other half's S^T, or dV, dK and dP^T.
-        if (half == 0) {
-          if (!kEarly) ptx::wgmma_wait<kHalves>(p[half][0]);
-        } else {
-          ptx::wgmma_wait<3>(p[half][0]);
-        }
+        // Behind S^T: dV, dK and dP^T.
+        if (half > 0) ptx::wgmma_wait<3>(p[half][0]);
 
         float derivative[1][kFull ? kRows / 8 : 1][4];  // of the score transform
         const bool curved =
@@ -248,7 +215,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         load_statistic(delta, statistics + kBlockM);
         exponentiate(p[half], lse, scale_log2);
 
-        uint32_t p_operands[kSteps][4], ds_operands[kSteps][4];
+        uint32_t p_operands[kSteps][4];
         uint32_t kept = ~0u;
         float scale_kept = 1.f;
         if constexpr (kFull) {
@@ -271,6 +238,9 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         } else {
           pack_operands<T>(p_operands, p[half]);
         }
+        // Needed where dS is stored. If it stands here, for each half, its loop keeps the
+        // exponentials in front of the wait for dP^T: ptxas would move most of them behind that.
+        if (kEarlyP) shared.ds_pipeline.wait_empty(ds_state);
         // Behind dP^T: the other half's S^T, or nothing.
         half == 0 ? ptx::wgmma_wait<kHalves - 1>(ds[0]) : ptx::wgmma_wait<0>(ds[0]);
         start_multiply_accumulate<T>(dv[0], p_operands, MnMajor<T, kBlockM>(dout, half * kRows));
@@ -284,40 +254,35 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         differentiate_scores(ds, p[half], delta);
         pack_operands<T>(ds_operands, ds);
 
-        if (half == 0) shared.ds_pipeline.wait_empty(ds_state);
+        if (!kEarlyP && half == 0) shared.ds_pipeline.wait_empty(ds_state);
         const uint32_t target = shared_address(ds_tile) + ds_place + half * kRows * kPartRowBytes;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           ptx::stmatrix_x4_trans(target + i * 16 * kPartRowBytes, ds_operands[i]);
         }
-        start_multiply_accumulate<T>(dk[0], ds_operands, MnMajor<T, kBlockM>(q, half * kRows));
-        if (half == kHalves - 1) {
-          cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+        const MnMajor<T, kBlockM> queries(q, half * kRows);
+        if (half < kHalves - 1) {
+          start_multiply_accumulate<T>(dk[0], ds_operands, queries);
+          start_dp(half + 1);
+        } else {
           arrive_of_warp(shared.ds_pipeline.full[ds_state.stage()], lane);
+          // Half of it: the rest runs beside the stores of dQ.
+          start_multiply<T, true, 0, kSteps / 2>(dk[0], ds_operands, queries);
         }
-        if (half < kHalves - 1) start_dp(half + 1);
       }
 
-      // The next step's scores. Of the last step they are computed again: a condition would make
-      // the compiler wait for each product.
-      if (Config::kEarlyScores == EarlyScores::kBeforeDq) {
-        ptx::wgmma_wait<1>(dv[0]);
-        start_scores(step_count + more, 0);
-      }
-      shared.ds_pipeline.wait_full(ds_state);
+      shared.ds_pipeline.wait_stored(ds_state);
       float dq[Config::kDqCols / 8][4];
       start_multiply<T, kBlockN>(dq, KMajor<T, kBlockM>(ds_tile, dq_half * kRows),
                                  MnMajor<T, kBlockN>(k, 0, dq_col));
-      constexpr int kBehind = Config::kEarlyScores == EarlyScores::kBeforeDq ? 2 : 1;  // dV and dK
-      ptx::wgmma_wait<kBehind>(dv[0]);
-      ptx::wgmma_wait<kBehind>(dk[0]);
-      if (Config::kEarlyScores == EarlyScores::kBehindDq) start_scores(step_count + more, 0);
-      shared.q_pipeline.release(state, lane);
+      start_multiply<T, true, kSteps / 2, kSteps / 2>(
+          dk[0], ds_operands, MnMajor<T, kBlockM>(q, (kHalves - 1) * kRows));
+      ptx::wgmma_wait<1>(dv[0]);
+      ptx::wgmma_wait<1>(dq);
       shared.dout_pipeline.release(state, lane);
-      ptx::wgmma_wait<Config::kEarlyScores == EarlyScores::kBehindDq ? 1 : 0>(dq);
       shared.ds_pipeline.release(ds_state, lane);
 
-      // Another warp adds it to the workspace.
+      // Other warps take it from here.
       shared.dq_pipeline.wait_empty(dq_state);
       float4* const dq_target =
           shared.dq[0] + ((dq_half * 4 + warp) * (kHeadDim / 8) + dq_col / 8) * 32 + lane;
@@ -328,38 +293,31 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
           dq_target[n * 32] = make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]);
         }
       }
-      if (kEarly) ptx::wgmma_wait<0>(p[0][0]);
-      first = false;
+      arrive_of_warp(shared.dq_pipeline.full[dq_state.stage()], lane);
+      ptx::wgmma_wait<0>(dk[0]);
+      // The next step's scores. Of the last step they are computed again: a condition would make
+      // the compiler wait for each product.
+      start_scores(step_count + more, 0);
+      shared.q_pipeline.release(state, lane);
+      ptx::wgmma_wait<0>(p[0][0]);
       step.next(range.m_blocks);
     }
     if (has_steps) {
-      hand_over_dq();
       shared.k_pipeline.release(kv_state, lane);
       shared.v_pipeline.release(kv_state, lane);
       kv_state.advance();
     }
 
-    const bool is_last = schedule.splits == 1 || sum_parts<Config>(params, schedule, tile, dk, dv,
-                                                                   warpgroup * 4 + warp, lane);
-    const Sequence sequence(params, tile.batch);
-    T *dk_rows[2], *dv_rows[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = n_begin + first_key + half * 8 + lane / 4, row = sequence.k_first + key;
-      const bool valid = is_last && key < sequence.seqlen_k;
-      dk_rows[half] = valid ? rows_of<T>(params.dk, sequence.k_batch, row, tile.head_kv) : nullptr;
-      dv_rows[half] = valid ? rows_of<T>(params.dv, sequence.k_batch, row, tile.head_kv) : nullptr;
-    }
-    scale_by(dk, params.softmax_scale);
-    if (kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
-    store_accumulators<T, 4>(dk_rows, params.headdim, dk[0], lane);
-    store_accumulators<T, 4>(dv_rows, params.headdim_v, dv[0], lane);
+    const int group = warpgroup * 4 + warp;
+    finish_gradient<Config, false>(params, schedule, tile, range.n_block, group, dk, lane);
+    finish_gradient<Config, true>(params, schedule, tile, range.n_block, group, dv, lane);
     shared.tiles.release(tile_state, lane);
     tile_state.advance();
   }
   // The end, for the warp that adds.
-  shared.dq_pipeline.wait_empty(PipelineState<1>{step_count});
-  arrive_of_warp(shared.dq_pipeline.full[0], lane);
+  const PipelineState<Config::kDqStages> end{step_count};
+  shared.dq_pipeline.wait_empty(end);
+  arrive_of_warp(shared.dq_pipeline.full[end.stage()], lane);
 }
 
 // ---- Kernel ------------------------------------------------------------------------------------
@@ -386,12 +344,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.v_pipeline.init(Config::kConsumerWarps);
     shared.q_pipeline.init(Config::kConsumerWarps);
     shared.dout_pipeline.init(Config::kConsumerWarps);
-    for (int i = 0; i < Config::kDsStages; ++i) {
-      init_barrier(shared.ds_pipeline.full[i], Config::kConsumerWarps);
-      init_barrier(shared.ds_pipeline.empty[i], Config::kConsumerWarps);
-    }
-    init_barrier(shared.dq_pipeline.full[0], Config::kConsumerWarps);
-    init_barrier(shared.dq_pipeline.empty[0], schedule.lone ? kDqWriters : 1);
+    shared.ds_pipeline.init(Config::kConsumerWarps, Config::kConsumerWarps);
+    shared.dq_pipeline.init(schedule.lone ? kDqWriters : 1, Config::kConsumerWarps);
     init_barrier(shared.tail_full, 1);
     shared.tiles.init(Config::kConsumerWarps);
     fence_barrier_init();
@@ -408,7 +362,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (helper == 0) produce(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}});
     if (helper == 1) {
       ptx::wait_for_earlier_kernels();
-      if (lane == 0 && !schedule.lone) add_dq<Config>(params, shared, UINT32_MAX, 0, 1, 0);
+      const auto whole = [](int) { return Range{0, 1}; };
+      if (lane == 0 && !schedule.lone) add_dq<Config>(params, shared, whole, 0);
     }
     if (helper == 2) {
       ptx::wait_for_earlier_kernels();

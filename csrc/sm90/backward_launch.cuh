@@ -16,6 +16,7 @@
 #include "kernel.h"
 #include "params.h"
 #include "sm90/backward_kernel.cuh"
+#include "sm90/backward_parts.cuh"
 #include "sm90/backward_plan.h"
 #include "sm90/tensor_map.h"
 #include "sm90/wide_backward_kernel.cuh"
@@ -35,32 +36,40 @@ inline int row_tiles(const BackwardParams& params, int rows) {
   return static_cast<int>(tiles);
 }
 
-// thread_blocks: for each tile
-[[noreturn]] inline void refuse_tiles(int64_t tiles, int thread_blocks) {
+[[noreturn]] inline void refuse_tiles(int64_t tiles) {
   throw std::invalid_argument("batch * nheads_kv * key blocks: got " + std::to_string(tiles) +
-                              "; accepted: up to " + std::to_string(INT_MAX / thread_blocks));
+                              "; accepted: up to 2^31 - 1");
 }
 
+// workers: thread blocks or clusters that run at a time
 template <typename Config>
-BackwardSchedule make_schedule(const BackwardParams& params) {
+BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   BackwardSchedule schedule{};
   schedule.heads = params.nheads_kv;
   schedule.heads_of_kv = 1;
   schedule.blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
   const int64_t heads = int64_t{params.batch} * params.nheads_kv, tiles = schedule.blocks * heads;
-  if (tiles > INT_MAX) refuse_tiles(tiles, 1);
-  const BackwardPlan plan =
-      plan_backward(params, Config::kBlockM, Config::kBlockN, Config::kCluster,
-                    Config::kConsumerWarps, Config::kHeadDim, Config::kHeadDimV);
+  if (tiles > INT_MAX) refuse_tiles(tiles);
+  const BackwardPlan plan = plan_backward(params, Config::kBlockM, Config::kBlockN,
+                                          Config::kCluster, Config::kHeadDim, Config::kHeadDimV);
   schedule.splits = plan.splits;
   schedule.tiles = static_cast<int>(tiles) * plan.splits;
   schedule.section = plan.section * plan.splits;
-  schedule.last_section = schedule.section;
   schedule.clear_tail_q = params.cu_seqlens_q != nullptr;
   schedule.clear_tail_k = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr;
   schedule.lengths_on_device =
       schedule.clear_tail_q || schedule.clear_tail_k || params.leftpad_k != nullptr;
   schedule.lone = Config::kWritesDq && params.seqlen_k <= Config::kBlockN;
+  // Rotated tiles wait for each other, so those of a section must all be running.
+  const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
+  const int parts = std::max(1, schedule.blocks * schedule.splits);  // of a head
+  const int64_t together = workers / parts;                          // heads
+  const int64_t least = params.cu_seqlens_k == nullptr ? 1 : params.nheads_kv;
+  schedule.rotated = params.deterministic && !schedule.lone && !masked && together >= least;
+  if (schedule.rotated) {
+    schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
+  }
+  schedule.last_section = schedule.section;
   return schedule;
 }
 
@@ -110,7 +119,14 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   wanted.add_kept_zero("counters", params.counters);
   wanted.add("row_statistics", params.row_statistics, tiles * 2 * Config::kBlockM);
 
-  const BackwardSchedule schedule = make_schedule<Config>(params);
+  // Thread blocks stay: in deterministic mode one waits for others, which must be running.
+  int workers = multiprocessors();
+  if constexpr (Config::kCluster > 1) {
+    static DeviceFacts clusters{};
+    workers =
+        clusters_at_a_time(kKernel, Config::kCluster, Config::kThreads, kSharedBytes, clusters);
+  }
+  const BackwardSchedule schedule = make_schedule<Config>(params, workers);
   if (!schedule.lone) {
     wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
@@ -125,10 +141,8 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
                                 ? schedule.tiles
                                 : (params.total_k / Config::kBlockN + int64_t{1} * params.batch) *
                                       params.nheads_kv * schedule.splits;
-  if (key_tiles > INT_MAX / Config::kCluster) refuse_tiles(key_tiles, Config::kCluster);
-  const int grid = Config::kPersistent
-                       ? static_cast<int>(std::min<int64_t>(key_tiles, multiprocessors()))
-                       : static_cast<int>(key_tiles) * Config::kCluster;
+  if (key_tiles > INT_MAX) refuse_tiles(key_tiles);
+  const int grid = static_cast<int>(std::min<int64_t>(key_tiles, workers)) * Config::kCluster;
   const BackwardMaps prepared = make_maps<Config>(params);
   const float scale_log2 = scale_log2_of(params);
   return [=](const BackwardParams& bound, cudaStream_t stream) {
@@ -137,21 +151,29 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
     replace_address(maps.dout, bound.dout.data);
-    // Of the kernels for queries: a thread block for each head and row tile.
-    const auto for_rows = [&](auto launch) {
-      const int blocks = (bound.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    // Of the kernels for queries: `parts` thread blocks for each head and row tile.
+    const auto for_rows = [&](int parts, auto launch) {
+      const int blocks = (bound.seqlen_q + Config::kBlockM - 1) / Config::kBlockM * parts;
       for (int batch = 0; batch < bound.batch; batch += kMaxGrid) {
         launch(dim3(blocks * bound.nheads, 1, std::min(bound.batch - batch, kMaxGrid)), batch);
       }
     };
-    for_rows([&](dim3 grid, int batch) {
-      launch_overlapping(backward_rows_kernel<Config>, grid, kRowsThreads, 0, stream,
+    using Rows = RowsConfig<Config>;
+    for_rows(Rows::kParts, [&](dim3 grid, int batch) {
+      launch_overlapping(backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
                          "launch of the sm90 rows kernel", bound, batch, schedule.lone);
     });
-    launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream,
-                       "launch of the sm90 backward kernel", bound, maps, schedule, scale_log2);
+    launch(schedule.rotated ? Launch::kTogether : Launch::kOverlapping, kKernel, grid,
+           Config::kThreads, kSharedBytes, stream, "launch of the sm90 backward kernel", bound,
+           maps, schedule, scale_log2);
+    if (schedule.splits > 1) {
+      const dim3 parts_grid(schedule.blocks * schedule.heads,
+                            (Config::kHeadDim + Config::kHeadDimV) / kPartCols, bound.batch);
+      launch_overlapping(backward_parts_kernel<Config>, parts_grid, Config::kBlockN * 2, 0, stream,
+                         "launch of the sm90 parts kernel", bound, schedule);
+    }
     if (schedule.lone && !schedule.lengths_on_device) return;
-    for_rows([&](dim3 grid, int batch) {
+    for_rows(1, [&](dim3 grid, int batch) {
       launch_overlapping(backward_dq_kernel<Config>, grid, Config::kBlockM * 2, 0, stream,
                          "launch of the sm90 dQ kernel", bound, batch,
                          schedule.lengths_on_device && batch == 0, schedule.lone);

@@ -25,21 +25,24 @@ constexpr float kBeyondCache = 1.05f;
 
 // Where dQ is added to in order, tiles of one head wait for each other: fewer of them run at a time
 // if more heads do.
-constexpr int64_t kOrderedHeads = 32;
+constexpr int64_t kOrderedHeads = 16;
 
 // Microseconds on an H200.
 struct PartTimes {
   float ends;   // what comes before and after the steps of a part
   float step;   // over a block of queries
   float leave;  // if there are several parts: dK and dV of one, in float32
-  float sum;    // of these, of each part, by the last
+  float sum;    // of these, by all SMs, for one part
 };
+
+constexpr float kSumLaunch = 3.f;
 
 PartTimes part_times(int block_n, int headdim, int headdim_v) {
   const float bytes = 4.f * block_n * (headdim + headdim_v);
-  if (headdim > 128) return {6.f, headdim > 192 ? 2.6f : 2.f, bytes / 60e3f, bytes / 120e3f};
+  const float sum = bytes / 2.5e6f;  // at 2.5 TB/s, most of it from the L2 cache
+  if (headdim > 128) return {6.f, headdim > 192 ? 2.6f : 2.f, bytes / 60e3f, sum};
   const float step = headdim <= 64 ? 2.75f : headdim <= 96 ? 1.85f : 2.3f;
-  return {4.f, step, bytes / 30e3f, bytes / 60e3f};
+  return {4.f, step, bytes / 30e3f, sum};
 }
 
 // Heads alike.
@@ -61,14 +64,15 @@ std::vector<HeadWork> backward_work(const BackwardParams& params, int block_m, i
   return all;
 }
 
-// Microseconds, with parts in the scheduler's order. The part of a tile that ends last sums all of
-// them: here each has its share of that, and one whole sum is waited for in the end.
+// Microseconds, with parts in the scheduler's order.
 // section: heads whose tiles are handed out together
 float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, int splits,
                      int64_t section, int workers) {
-  const float ends = times.ends + (splits > 1 ? times.leave + times.sum : 0);
+  const float ends = times.ends + (splits > 1 ? times.leave : 0);
+  int64_t tiles = 0;
   std::vector<Work> parts;
   for (const HeadWork& x : work) {
+    tiles += x.heads * x.steps.size();
     for (int64_t left = x.heads, heads; left > 0; left -= heads) {
       // The last section is a whole one.
       heads = left > section ? std::min(section, left - section) : left;
@@ -79,13 +83,13 @@ float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, 
       }
     }
   }
-  return makespan(parts, workers) + (splits > 1 ? splits * times.sum : 0);
+  return makespan(parts, workers) + (splits > 1 ? kSumLaunch + tiles * splits * times.sum : 0);
 }
 
 }  // namespace
 
 BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int cluster,
-                           int warps, int headdim, int headdim_v) {
+                           int headdim, int headdim_v) {
   const int workers = multiprocessors() / cluster;
   const int64_t heads = int64_t{params.batch} * params.nheads_kv;
   const int64_t tiles = heads * ((params.seqlen_k + block_n - 1) / block_n);
@@ -109,7 +113,7 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   }
   float least = INFINITY;
   for (const int splits : kSplits) {
-    if (splits > 1 && (most_steps < kLeastSteps * splits || 1 + tiles * warps > kKeptZero)) break;
+    if (splits > 1 && most_steps < kLeastSteps * splits) break;
     for (int64_t section = heads; section >= least_section; section /= 2) {
       float time =
           predicted_time(work, times, splits, packed ? params.nheads_kv : section, workers);

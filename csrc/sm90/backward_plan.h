@@ -12,8 +12,8 @@ struct BackwardPlan {
 };
 
 // For a kernel of these head dims: steps of block_m queries, tiles of block_n keys, each of which a
-// `cluster` of thread blocks takes and `warps` warps divide among them.
+// `cluster` of thread blocks takes.
 BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int cluster,
-                           int warps, int headdim, int headdim_v);
+                           int headdim, int headdim_v);
 
 }  // namespace flash::sm90

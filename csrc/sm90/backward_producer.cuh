@@ -82,12 +82,7 @@ struct BackwardProducer {
     const int row_tile = step.head * params.row_tiles + first_tile + step.m_block;
     shared.q_pipeline.wait_empty(state);
     if (lane == 0) {
-      int turn = 0;
-      if (params.dq_turn != nullptr) {
-        const int m_begin = step.m_block * kBlockM;
-        const int m_end = min(m_begin + kBlockM, range.sequence.seqlen_q);
-        turn = range.n_block - key_blocks<Config::kBlockN>(range.mask, m_begin, m_end).begin;
-      }
+      const int turn = params.dq_turn == nullptr ? 0 : range.turn(schedule, step.m_block);
       const int slot = state.count % Config::kStepSlots;
       shared.steps[slot] = {row_tile, turn};
       if constexpr (Config::kWritesDq) {

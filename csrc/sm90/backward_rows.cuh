@@ -23,18 +23,26 @@ __device__ int dq_tile(const AttentionParams& params, const Sequence& sequence, 
                                         : sequence.q_first / kRows + batch;
 }
 
-// A row tile of one head: kRows queries.
+// A row tile of one head: kRows queries. The last come first: the main kernel, which begins with
+// the first heads, finds in the L2 cache what has been written last; the dQ kernel the same of it.
 template <int kRows>
 struct RowTile {
   int batch, head, first_row;
+  int part;  // the thread block's
   Sequence sequence;
   int64_t place;  // in the workspaces
 
-  // Grid: (row tiles of the longest sequence * nheads, 1, batch)
-  __device__ RowTile(const BackwardParams& params, int first_batch)
-      : batch(first_batch + blockIdx.z),
-        head(blockIdx.x % params.nheads),
-        first_row(blockIdx.x / params.nheads * kRows),
+  // Grid: (row tiles of the longest sequence * parts * nheads, 1, batch)
+  __device__ RowTile(const BackwardParams& params, int first_batch, int parts = 1)
+      : RowTile(params, first_batch + gridDim.z - 1 - blockIdx.z, gridDim.x - 1 - blockIdx.x,
+                parts) {}
+
+ private:
+  __device__ RowTile(const BackwardParams& params, int batch, int block, int parts)
+      : batch(batch),
+        head(block % params.nheads),
+        first_row(block / params.nheads / parts * kRows),
+        part(block / params.nheads % parts),
         sequence(params, batch),
         place(int64_t{head} * params.row_tiles + dq_tile<kRows>(params, sequence, batch) +
               first_row / kRows) {}
@@ -50,61 +58,83 @@ __device__ bool sees_keys(const BackwardParams& params, const RowTile<Config::kB
   return !key_blocks<Config::kBlockN>(mask, tile.first_row, end).empty();
 }
 
-constexpr int kRowsThreads = 256;
+// Of backward_rows_kernel: a row tile is divided among kParts thread blocks. Small ones, so that an
+// SM holds many and always has loads under way.
+template <typename Config>
+struct RowsConfig {
+  static constexpr int kThreads = 256;
+  static constexpr int kLanes = Config::kHeadDimV <= 64    ? 8
+                                : Config::kHeadDimV <= 128 ? 16
+                                                           : 32;  // of a row
+  static constexpr int kRowsAtOnce = kThreads / kLanes, kTimes = 2;
+  static constexpr int kRows = kRowsAtOnce * kTimes;
+  static constexpr int kParts = Config::kBlockM / kRows;
+  static_assert(Config::kBlockM % kRows == 0);
+};
 
 // delta = rowsum(dO * O) - dlse. Of each row it writes the statistics that the main kernel loads,
-// (2, kRows): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
+// (2, rows of a tile): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
 // it clears the workspace of dQ or, if all tiles of keys are lone ones, dQ of queries that see
 // none.
 template <typename Config>
-__global__ void __launch_bounds__(kRowsThreads)
+__global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
     backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch,
                          bool lone) {
   using T = typename Config::T;
-  constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
-  constexpr int kHeadDimV = Config::kHeadDimV, kTurns = Config::kDqTurns;
-  constexpr int kLanes = kHeadDimV <= 64 ? 8 : kHeadDimV <= 128 ? 16 : 32;  // of a row
-  constexpr int kRowsAtOnce = kRowsThreads / kLanes;
+  using Rows = RowsConfig<Config>;
+  constexpr int kLanes = Rows::kLanes, kTimes = Rows::kTimes;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
-  const RowTile<kRows> tile(params, first_batch);
+  const RowTile<Config::kBlockM> tile(params, first_batch, Rows::kParts);
   const Sequence& sequence = tile.sequence;
+  const int first_row = tile.first_row + tile.part * Rows::kRows;
   if (tile.first_row >= sequence.seqlen_q) return;
 
   const int col = threadIdx.x % kLanes * 8;
-  uint4 dout_chunks[kRows / kRowsAtOnce], out_chunks[kRows / kRowsAtOnce];
+  uint4 dout_chunks[kTimes], out_chunks[kTimes];
+  float lse[kTimes], dlse[kTimes];
 #pragma unroll
-  for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-    const int row = tile.first_row + i * kRowsAtOnce + threadIdx.x / kLanes;
+  for (int i = 0; i < kTimes; ++i) {
+    const int row = first_row + i * Rows::kRowsAtOnce + threadIdx.x / kLanes;
     dout_chunks[i] = out_chunks[i] = make_uint4(0, 0, 0, 0);
-    if (row >= sequence.seqlen_q || col >= params.headdim_v) continue;
+    lse[i] = -INFINITY, dlse[i] = 0.f;
+    if (row >= sequence.seqlen_q) continue;
     const int place = sequence.q_first + row;
-    dout_chunks[i] = *reinterpret_cast<const uint4*>(
-        rows_of<const T>(params.dout, sequence.q_batch, place, tile.head) + col);
-    out_chunks[i] = *reinterpret_cast<const uint4*>(
-        rows_of<const T>(params.out, sequence.q_batch, place, tile.head) + col);
+    if (col < params.headdim_v) {
+      dout_chunks[i] = *reinterpret_cast<const uint4*>(
+          rows_of<const T>(params.dout, sequence.q_batch, place, tile.head) + col);
+      out_chunks[i] = __ldcs(reinterpret_cast<const uint4*>(
+          rows_of<const T>(params.out, sequence.q_batch, place, tile.head) + col));
+    }
+    if (col == 0) {
+      const int64_t at =
+          sequence.q_batch * params.lse_batch_stride + tile.head * params.lse_head_stride + place;
+      lse[i] = params.lse[at];
+      if (params.dlse != nullptr) dlse[i] = params.dlse[at];
+    }
   }
   if (!Config::kWritesDq || !lone) {
-    auto* const accum =
-        reinterpret_cast<float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4);
+    constexpr int kChunks = Config::kDqSize / 4 / Rows::kParts;
+    auto* const accum = reinterpret_cast<float4*>(params.dq_accum) +
+                        (tile.place * Rows::kParts + tile.part) * kChunks;
 #pragma unroll
-    for (int i = 0; i < kRows * kHeadDim / 4 / kRowsThreads; ++i) {
-      accum[i * kRowsThreads + threadIdx.x] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = threadIdx.x; i < kChunks; i += Rows::kThreads) {
+      accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
   } else if (!sees_keys<Config>(params, tile)) {
     const int chunks = params.headdim / 8;
-    for (int i = threadIdx.x; i < kRows * chunks; i += kRowsThreads) {
-      const int row = tile.first_row + i / chunks;
+    for (int i = threadIdx.x; i < Rows::kRows * chunks; i += Rows::kThreads) {
+      const int row = first_row + i / chunks;
       if (row >= sequence.seqlen_q) break;
       T* const target = rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head);
       reinterpret_cast<uint4*>(target)[i % chunks] = make_uint4(0, 0, 0, 0);
     }
   }
-  if (params.dq_turn != nullptr && threadIdx.x < kTurns) {
-    params.dq_turn[tile.place * kTurns + threadIdx.x] = 0;
+  if (params.dq_turn != nullptr && tile.part == 0 && threadIdx.x < Config::kDqTurns) {
+    params.dq_turn[tile.place * Config::kDqTurns + threadIdx.x] = 0;
   }
 #pragma unroll
-  for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+  for (int i = 0; i < kTimes; ++i) {
     float sum = 0.f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -113,20 +143,18 @@ __global__ void __launch_bounds__(kRowsThreads)
     }
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    if (threadIdx.x % kLanes != 0) continue;
-    const int in_tile = i * kRowsAtOnce + threadIdx.x / kLanes, row = tile.first_row + in_tile;
-    float lse = -INFINITY, delta = 0.f;
+    if (col != 0) continue;
+    const int row = first_row + i * Rows::kRowsAtOnce + threadIdx.x / kLanes;
+    const float delta = sum - dlse[i];
     if (row < sequence.seqlen_q) {
-      const int64_t place = sequence.q_batch * params.lse_batch_stride +
-                            tile.head * params.lse_head_stride + sequence.q_first + row;
-      delta = sum - (params.dlse == nullptr ? 0.f : params.dlse[place]);
-      params.delta[place] = delta;
-      lse = params.lse[place];
+      params.delta[sequence.q_batch * params.lse_batch_stride + tile.head * params.lse_head_stride +
+                   sequence.q_first + row] = delta;
     }
     // A row without a visible key has a log-sum-exp of -inf, a probability nowhere.
-    float* const statistics = params.row_statistics + tile.place * (2 * kRows) + in_tile;
-    statistics[0] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-    statistics[kRows] = delta;
+    float* const statistics =
+        params.row_statistics + tile.place * (2 * Config::kBlockM) + row - tile.first_row;
+    statistics[0] = lse[i] == -INFINITY ? INFINITY : lse[i] * kLog2e;
+    statistics[Config::kBlockM] = delta;
   }
 }
 

@@ -15,6 +15,8 @@ struct BackwardSchedule : TileSchedule {
   bool clear_tail_q, clear_tail_k;  // there may be anything but zeros behind a sequence's last row
   bool lengths_on_device;           // to know a tile, device memory is read
   bool lone;  // no sequence has more than one tile, which writes its dQ itself
+  // Without a mask: each tile of a head begins with other queries, and all of them run at a time.
+  bool rotated;
 };
 
 // Tiles are blocks of keys: how many each sequence has, for the scheduler.
@@ -30,18 +32,17 @@ struct KeyTiles {
 };
 
 // Where a warp is among the steps of a tile: a step is one block of queries for one query head. The
-// last queries come first: under a causal mask all tiles see those, so that they add to dQ in step
-// with each other.
+// last queries come first, unless tiles are rotated: under a causal mask all tiles see those, so
+// that they add to dQ in step with each other.
 struct StepIterator {
   int head, m_block;
-  int left;  // steps, with this one
+  int left;   // steps, with this one
+  int first;  // block of queries of each head
 
   __device__ void next(Range m_blocks) {
     --left;
-    if (--m_block < m_blocks.begin) {
-      ++head;
-      m_block = m_blocks.end - 1;
-    }
+    if (--m_block < m_blocks.begin) m_block = m_blocks.end - 1;
+    if (m_block == first) ++head;
   }
 };
 
@@ -89,13 +90,38 @@ struct KeyTileRange {
                                 const Tile& tile) const {
     const int group = params.nheads / params.nheads_kv;
     const int blocks = m_blocks.end - m_blocks.begin;
-    if (blocks <= 0) return {0, 0, 0};
+    if (blocks <= 0) return {};
     const int head = tile.head_kv * group;
-    if (schedule.splits == 1) return {head, m_blocks.end - 1, blocks * group};
+    const int first = schedule.rotated ? first_block() : m_blocks.end - 1;
+    if (schedule.splits == 1) return {head, first, blocks * group, first};
     const int begin = blocks * group * tile.part / schedule.splits;
     const int end = blocks * group * (tile.part + 1) / schedule.splits;
-    return {head + begin / blocks, m_blocks.end - 1 - begin % blocks, end - begin};
+    int m_block = first - begin % blocks;
+    if (m_block < m_blocks.begin) m_block += blocks;
+    return {head + begin / blocks, m_block, end - begin, first};
   }
+
+  // When this tile adds to dQ of a block of queries, among the tiles that see it: in the order of
+  // their keys. If they are rotated, the first that begins at this block or a later one is first;
+  // behind the last comes the one of the first keys. So tiles that begin at the same time are never
+  // at the same block, and none waits for another in a circle.
+  __device__ int turn(const BackwardSchedule& schedule, int m_block) const {
+    if (schedule.rotated) {
+      const int turn = n_block - (m_block * key_tiles() + row_blocks() - 1) / row_blocks();
+      return turn < 0 ? turn + key_tiles() : turn;
+    }
+    const int m_begin = m_block * kBlockM;
+    const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
+    return n_block - key_blocks<kBlockN>(mask, m_begin, m_end).begin;
+  }
+
+ private:
+  // Of the sequence.
+  __device__ int row_blocks() const { return (sequence.seqlen_q + kBlockM - 1) / kBlockM; }
+  __device__ int key_tiles() const { return (sequence.seqlen_k + kBlockN - 1) / kBlockN; }
+
+  // Where a tile begins if they are rotated, without a mask.
+  __device__ int first_block() const { return n_block * row_blocks() / key_tiles(); }
 };
 
 }  // namespace flash::sm90

@@ -40,6 +40,13 @@ __device__ inline void wait(uint64_t& barrier, uint32_t phase) {
   }
 }
 
+// The same where threads have written what this one has WGMMA or TMA read. The fence stands here
+// and not before the arrival: there it would wait for the stores.
+__device__ inline void wait_for_stores(uint64_t& barrier, uint32_t phase) {
+  wait(barrier, phase);
+  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+}
+
 __device__ inline void arrive(uint64_t& barrier) { cuda::ptx::mbarrier_arrive(&barrier); }
 
 __device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
@@ -53,25 +60,41 @@ __device__ inline void arrive_expecting(uint64_t& barrier, int bytes) {
                                        cuda::ptx::space_shared, &barrier, bytes);
 }
 
+// Arrivals of a warp that releases a stage: one lane's, behind __syncwarp. compute-sanitizer's
+// racecheck does not see that __syncwarp orders what the other lanes have read before it, and
+// reports hazards. In a build for it (NVCC_APPEND_FLAGS=-DFLASH_ATTN_RACECHECK) every lane arrives.
+#ifdef FLASH_ATTN_RACECHECK
+constexpr int kReleases = 32;
+#else
+constexpr int kReleases = 1;
+#endif
+
 // The barriers of a pipeline, in shared memory.
 template <int kStages>
 struct Pipeline {
   using State = PipelineState<kStages>;
   uint64_t full[kStages], empty[kStages];
 
-  // By one thread, before fence_barrier_init. A stage is filled by one arrival, and by what TMA
-  // brings; it is empty after that many releases.
-  __device__ void init(int consumers) {
+  // By one thread, before fence_barrier_init. A stage is filled by so many arrivals, and by what
+  // TMA brings; it is empty when so many warps have released it.
+  __device__ void init(int consumers, int producers = 1) {
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(full[i], 1);
-      init_barrier(empty[i], consumers);
+      init_barrier(full[i], producers);
+      init_barrier(empty[i], consumers * kReleases);
     }
   }
 
   // A new pipeline is empty.
   __device__ void wait_empty(State state) { wait(empty[state.stage()], state.phase() ^ 1); }
   __device__ void wait_full(State state) { wait(full[state.stage()], state.phase()); }
-  __device__ void release(State state, int lane) { arrive_of_warp(empty[state.stage()], lane); }
+  __device__ bool is_full(State state) {
+    return cuda::ptx::mbarrier_test_wait_parity(&full[state.stage()], state.phase());
+  }
+  __device__ void wait_stored(State state) { wait_for_stores(full[state.stage()], state.phase()); }
+  __device__ void release(State state, int lane) {
+    __syncwarp();
+    if (kReleases > 1 || lane == 0) arrive(empty[state.stage()]);
+  }
 };
 
 }  // namespace flash::sm90

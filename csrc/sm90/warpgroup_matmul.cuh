@@ -69,15 +69,16 @@ __device__ void start_multiply(float (&d)[kColTiles][4], const A& a, const B& b)
   ptx::wgmma_commit();
 }
 
-// The same with A in registers.
+// The same with A in registers, or some steps of it: kFirst .. kFirst + kCount - 1.
 // a: (64, kSteps * kWgmmaDepth<T>), A operands
 // b: as above, with a depth of kSteps * kWgmmaDepth<T>
-template <typename T, bool kAccumulate = false, int kColTiles, int kSteps, typename B>
+template <typename T, bool kAccumulate = false, int kFirst = 0, int kCount = 0, int kColTiles,
+          int kSteps, typename B>
 __device__ void start_multiply(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
                                const B& b) {
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
+  for (int k = kFirst; k < (kCount == 0 ? kSteps : kFirst + kCount); ++k) {
     ptx::wgmma<B::kTrans>(d, a[k], b.step(k), kAccumulate || k > 0, T());
   }
   ptx::wgmma_commit();

@@ -24,15 +24,14 @@ struct WideBackwardConfig {
   // In shared memory: of Q, of dO, of P.
   static constexpr int kStages = 2, kDoutStages = kHeadDimV > 192 ? 1 : 2, kPStages = 2;
 
-  static constexpr bool kPersistent = false;
-  static constexpr int kWarps = 4;                              // of a role
-  static constexpr int kConsumerWarps = 2 * kCluster * kWarps;  // that hold gradients of a tile
+  static constexpr int kWarps = 4;  // of a role
   static constexpr int kThreads = 4 * kWarpgroup;
+  static constexpr int kTileWarps = 3 * kWarps + 2;  // of a thread block, that look at each tile
   // Registers of a thread.
   static constexpr int kGradientRegisters = 208, kDqRegisters = 64, kHelperRegisters = 32;
   static_assert(2 * kGradientRegisters + kDqRegisters + kHelperRegisters <= 512);
 
-  // Of dQ a thread block computes 128 columns, in chunks.
+  // Of dQ a thread block computes at most 128 columns, in chunks: see dq_chunks.
   static constexpr int kDqCols = 128, kDqChunkCols = 64;
   static constexpr int kDqStages = kHeadDimV > 192 ? 1 : 2;
   static constexpr bool kWritesDq = false;
@@ -55,7 +54,7 @@ struct WideBackwardConfig {
     alignas(16) float statistics[kStages][2 * kBlockM];
     // The last steps: who adds dQ may be some behind the producer.
     Step steps[kStepSlots];
-    uint64_t k_full, v_full, peer_k_full;
+    Pipeline<1> k_pipeline, v_pipeline, peer_k_pipeline;
     Pipeline<kStages> q_pipeline;
     Pipeline<kDoutStages> dout_pipeline;
     Pipeline<kPStages> p_pipeline;
@@ -64,7 +63,7 @@ struct WideBackwardConfig {
     uint64_t peer_ds_full;  // the other's
     uint64_t ds_empty;      // both thread blocks have read both parts
     uint64_t tail_full;     // a block whose rows past the sequence are cleared first
-    Tile tile;
+    TilePipeline tiles;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -20,6 +20,7 @@
 
 #include "common/dropout.h"
 #include "common/fragment.h"
+#include "common/range.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"
 #include "common/warp.h"
@@ -31,12 +32,12 @@
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
 #include "sm90/add_dq.cuh"
+#include "sm90/backward_parts.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_rows.cuh"
 #include "sm90/backward_scores.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/split.cuh"
 #include "sm90/store.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
@@ -44,49 +45,116 @@
 
 namespace flash::sm90 {
 
+// Which chunks of dQ's columns a thread block computes. Of an odd number the middle one is the
+// first's and the second's in turns.
+template <typename Config>
+__device__ Range dq_chunks(int rank, int row_tile) {
+  constexpr int kChunks = Config::kHeadDim / Config::kDqChunkCols;
+  const int middle = (kChunks + (row_tile % 2 == 0 ? 1 : 0)) / 2;
+  return rank == 0 ? Range{0, middle} : Range{middle, kChunks};
+}
+
+// The first column of peer_k: the first that a thread block may have to compute.
+template <typename Config>
+__device__ int first_dq_col(int rank) {
+  return rank * (Config::kHeadDim - Config::kDqCols);
+}
+
 // ---- Producer ----------------------------------------------------------------------------------
 
+// What all warps of both thread blocks have in common: the tile they work on, and how far they are.
+// The first thread block draws tiles, and sends each to the other too.
 template <typename Config>
-__device__ void produce_wide(BackwardProducer<Config> producer, const Tile& tile, int rank) {
+struct WideTiles {
+  typename Config::SharedStorage& shared;
+  const int rank, lane;
+  TilePipeline::State state;
+  PipelineState<1> keys;    // tiles with steps
+  uint32_t step_count = 0;  // of all tiles before
+
+  // By the warp that draws.
+  __device__ void send(const Tile& tile) {
+    shared.tiles.wait_empty(state);
+    const int slot = state.stage();
+    if (lane == 0) {
+      shared.tiles.slots[slot] = tile;
+      cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+      ptx::copy_in_cluster(ptx::map_to_rank(&shared.tiles.slots[slot], 1),
+                           &shared.tiles.slots[slot], sizeof(Tile),
+                           ptx::map_to_rank(&shared.tiles.full[slot], 1));
+    }
+    arrive_of_warp(shared.tiles.full[slot], lane);
+  }
+  // By one warp of the other thread block.
+  __device__ void expect() {
+    if (lane == 0) arrive_expecting(shared.tiles.full[state.stage()], sizeof(Tile));
+  }
+
+  // It stays where it is until `next`.
+  __device__ const Tile& look() { return shared.tiles.look(state); }
+  // steps: of the tile
+  __device__ void next(int steps) {
+    step_count += steps;
+    if (steps > 0) keys.advance();
+    __syncwarp();
+    if (kReleases > 1 || lane == 0) {
+      ptx::arrive_in_cluster(ptx::map_to_rank(&shared.tiles.empty[state.stage()], 0));
+    }
+    state.advance();
+  }
+};
+
+template <typename Config>
+__device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config> tiles) {
   constexpr int kBlockM = Config::kBlockM, kKeyRows = Config::kKeyRows;
   const BackwardParams& params = producer.params;
   const BackwardSchedule& schedule = producer.schedule;
   auto& shared = producer.shared;
-  const int lane = producer.lane;
-  const KeyTileRange<Config> range(params, schedule, tile);
-  StepIterator step = range.steps(params, schedule, tile);
-  ptx::wait_for_earlier_kernels();
-  if (step.left == 0) return;
-  const Sequence& sequence = range.sequence;
-  const int first_tile = dq_tile<kBlockM>(params, sequence, tile.batch);
-  // Of the keys of the thread block `of_rank`.
-  const auto load_keys = [&](auto cols, auto* target, const CUtensorMap& map, uint64_t& full,
-                             int of_rank, int first_part) {
-    const int begin = range.n_begin + of_rank * kKeyRows;
-    producer.template load<kKeyRows, decltype(cols)::value>(
-        target, map, full, sequence.k_batch, sequence.k_first, tile.head_kv, begin,
-        max(sequence.seqlen_k - begin, 0), schedule.clear_tail_k, {}, first_part);
-  };
-  PipelineState<Config::kStages> q_state;
-  PipelineState<Config::kDoutStages> dout_state;
-  const std::integral_constant<int, Config::kHeadDim> cols{};
-  const std::integral_constant<int, Config::kHeadDimV> cols_v{};
-  const std::integral_constant<int, Config::kDqCols> cols_dq{};
-  load_keys(cols, shared.k, producer.maps.k, shared.k_full, rank, 0);
+  const int lane = producer.lane, rank = tiles.rank;
+  TileScheduler scheduler(params.counters, schedule, KeyTiles<Config::kBlockN>{params},
+                          blockIdx.x / Config::kCluster, gridDim.x / Config::kCluster, lane);
+  uint32_t count = 0;  // steps
+  for (;;) {
+    rank == 0 ? tiles.send(scheduler.tile()) : tiles.expect();
+    const Tile tile = tiles.look();
+    if (tile.batch < 0) return;
+    const KeyTileRange<Config> range(params, schedule, tile);
+    StepIterator step = range.steps(params, schedule, tile);
+    const int steps = step.left;
+    ptx::wait_for_earlier_kernels();
+    const Sequence& sequence = range.sequence;
+    const int first_tile = dq_tile<kBlockM>(params, sequence, tile.batch);
+    // Of the keys of the thread block `of_rank`.
+    const auto load_keys = [&](auto cols, auto& pipeline, auto* target, const CUtensorMap& map,
+                               int of_rank, int first_part) {
+      const int begin = range.n_begin + of_rank * kKeyRows;
+      pipeline.wait_empty(tiles.keys);
+      producer.template load<kKeyRows, decltype(cols)::value>(
+          target, map, pipeline.full[0], sequence.k_batch, sequence.k_first, tile.head_kv, begin,
+          max(sequence.seqlen_k - begin, 0), schedule.clear_tail_k, {}, first_part);
+    };
+    const std::integral_constant<int, Config::kHeadDim> cols{};
+    const std::integral_constant<int, Config::kHeadDimV> cols_v{};
+    const std::integral_constant<int, Config::kDqCols> cols_dq{};
+    if (steps > 0) load_keys(cols, shared.k_pipeline, shared.k, producer.maps.k, rank, 0);
 #pragma unroll 1
-  for (bool first = true; step.left > 0; first = false, step.next(range.m_blocks)) {
-    const BulkCopy statistics = producer.announce(range, step, first_tile, q_state);
-    producer.template load_queries<Config::kHeadDim>(shared.q_pipeline, q_state, shared.q,
-                                                     producer.maps.q, sequence, step, statistics);
-    q_state.advance();
-    if (first) load_keys(cols_v, shared.v, producer.maps.v, shared.v_full, rank, 0);
-    producer.template load_queries<Config::kHeadDimV>(shared.dout_pipeline, dout_state, shared.dout,
-                                                      producer.maps.dout, sequence, step);
-    dout_state.advance();
-    if (first) {
-      load_keys(cols_dq, shared.peer_k, producer.maps.k, shared.peer_k_full, 1 - rank,
-                rank * Config::kDqCols / kBoxCols<typename Config::T>);
+    for (bool first = true; step.left > 0; first = false, step.next(range.m_blocks)) {
+      const PipelineState<Config::kStages> q_state{count};
+      const PipelineState<Config::kDoutStages> dout_state{count};
+      const BulkCopy statistics = producer.announce(range, step, first_tile, q_state);
+      producer.template load_queries<Config::kHeadDim>(shared.q_pipeline, q_state, shared.q,
+                                                       producer.maps.q, sequence, step, statistics);
+      if (first) load_keys(cols_v, shared.v_pipeline, shared.v, producer.maps.v, rank, 0);
+      producer.template load_queries<Config::kHeadDimV>(
+          shared.dout_pipeline, dout_state, shared.dout, producer.maps.dout, sequence, step);
+      ++count;
+      if (first) {
+        load_keys(cols_dq, shared.peer_k_pipeline, shared.peer_k, producer.maps.k, 1 - rank,
+                  first_dq_col<Config>(rank) / kBoxCols<typename Config::T>);
+      }
     }
+    tiles.next(steps);
+    if (rank == 0) scheduler.next();
   }
 }
 
@@ -111,56 +179,22 @@ __device__ void start_accumulate(float (&d)[kColTiles][4], const uint32_t (&a)[k
   }
 }
 
-// Stores a warp's part of dK or dV, and if the tile's steps are divided, who is last stores the
-// sum. place: of the warp among `places` of a tile
-template <typename Config, int kTiles>
-__device__ void store_gradient(const BackwardParams& params, const BackwardSchedule& schedule,
-                               const Tile& tile, const Operand& target, int headdim,
-                               const WideKeys& keys, float (&x)[1][kTiles][4], int place,
-                               int64_t part_place) {
-  using T = typename Config::T;
-  bool is_last = true;
-  if (schedule.splits > 1) {
-    constexpr int kTileSize = Config::kBlockN * (Config::kHeadDim + Config::kHeadDimV) / 4;
-    const int index = (tile.batch * schedule.heads + tile.head) * schedule.blocks + tile.block;
-    float4* const parts = reinterpret_cast<float4*>(params.partial_dkv) +
-                          (int64_t{1} * index * kTileSize + part_place) * schedule.splits;
-    leave_part(parts + tile.part * (kTiles * 32), x, keys.lane);
-    is_last = is_last_part(params.counters + 1 + index * Config::kConsumerWarps + place,
-                           schedule.splits, keys.lane);
-    if (is_last) {
-      clear(x);
-#pragma unroll 1
-      for (int i = 0; i < schedule.splits; ++i) add_part(x, parts + i * (kTiles * 32), keys.lane);
-    }
-  }
-  const Sequence sequence(params, tile.batch);
-  T* rows[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int key = keys.first + half * 8 + keys.lane / 4;
-    rows[half] = is_last && key < sequence.seqlen_k
-                     ? rows_of<T>(target, sequence.k_batch, sequence.k_first + key, tile.head_kv)
-                     : nullptr;
-  }
-  store_accumulators<T, 4>(rows, headdim, x[0], keys.lane);
-}
-
 template <typename Config>
 __device__ void consume_scores(const BackwardParams& params, const BackwardSchedule& schedule,
                                float scale_log2, typename Config::SharedStorage& shared,
-                               const KeyTileRange<Config>& range, StepIterator step,
-                               const WideKeys& keys) {
+                               const Tile& tile, const KeyTileRange<Config>& range,
+                               StepIterator step, const WideKeys& keys,
+                               const WideTiles<Config>& tiles) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kHeadDimV = Config::kHeadDimV;
   constexpr int kSteps = kBlockM / kWgmmaDepth<T>;
   const int lane = keys.lane, thread = keys.warp * 32 + lane;
-  const Tile& tile = shared.tile;
   float dv[1][kHeadDimV / 8][4] = {};
-  if (step.left > 0) wait(shared.k_full, 0);
-  uint32_t count = 0;
+  const bool has_steps = warp_uniform_condition(step.left > 0);
+  if (has_steps) shared.k_pipeline.wait_full(tiles.keys);
+  uint32_t count = tiles.step_count;
 #pragma unroll 1
-  for (bool more = warp_uniform_condition(step.left > 0); more; ++count) {
+  for (bool more = has_steps; more; ++count) {
     static_assert(Config::kStages == 2 && Config::kPStages == 2 && Config::kDoutStages <= 2);
     const int stage = warp_uniform_condition(count & 1) ? 1 : 0;
     const PipelineState<Config::kStages> q_state{count};
@@ -216,31 +250,30 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
     shared.dout_pipeline.release(dout_state, lane);
     step.next(range.m_blocks);
   }
-  if (Config::kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
-  const int place = keys.rank * Config::kWarps + keys.warp;
-  store_gradient<Config>(params, schedule, tile, params.dv, params.headdim_v, keys, dv, place,
-                         place * (kHeadDimV / 8 * 32));
+  if (has_steps) shared.k_pipeline.release(tiles.keys, lane);
+  finish_gradient<Config, true>(params, schedule, tile, range.n_block,
+                                keys.rank * Config::kWarps + keys.warp, dv, lane);
 }
 
 template <typename Config>
 __device__ void consume_gradients(const BackwardParams& params, const BackwardSchedule& schedule,
-                                  typename Config::SharedStorage& shared,
+                                  typename Config::SharedStorage& shared, const Tile& tile,
                                   const KeyTileRange<Config>& range, StepIterator step,
-                                  const WideKeys& keys) {
+                                  const WideKeys& keys, const WideTiles<Config>& tiles) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
   constexpr int kSteps = kBlockM / kWgmmaDepth<T>;
   const int lane = keys.lane, thread = keys.warp * 32 + lane;
-  const Tile& tile = shared.tile;
   // See backward_kernel.cuh.
   const uint32_t ds_row = (lane / 16 * 8 + lane % 8) * kPartRowBytes;
   const uint32_t ds_chunk = ((keys.warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
   const uint32_t ds_target = shared_address(shared.ds[keys.rank]) + ds_row + ds_chunk;
   float dk[1][kHeadDim / 8][4] = {};
-  if (step.left > 0) wait(shared.v_full, 0);
-  uint32_t count = 0;
+  const bool has_steps = warp_uniform_condition(step.left > 0);
+  if (has_steps) shared.v_pipeline.wait_full(tiles.keys);
+  uint32_t count = tiles.step_count;
 #pragma unroll 1
-  for (bool more = warp_uniform_condition(step.left > 0); more; ++count) {
+  for (bool more = has_steps; more; ++count) {
     const int stage = warp_uniform_condition(count & 1) ? 1 : 0;
     const PipelineState<Config::kStages> q_state{count};
     const PipelineState<Config::kDoutStages> dout_state{count};
@@ -292,63 +325,48 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
       ptx::stmatrix_x4_trans(ds_target + i * 16 * kPartRowBytes, ds_operands[i]);
     }
     start_accumulate<T, kBlockM>(dk[0], ds_operands, shared.q[stage]);
-    cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
     arrive_of_warp(shared.ds_full, lane);
     ptx::wgmma_wait<0>(dk[0]);
     shared.q_pipeline.release(q_state, lane);
     step.next(range.m_blocks);
   }
-  scale_by(dk, params.softmax_scale);
-  const int place = keys.rank * Config::kWarps + keys.warp;
-  store_gradient<Config>(params, schedule, tile, params.dk, params.headdim, keys, dk,
-                         Config::kCluster * Config::kWarps + place,
-                         Config::kBlockN * Config::kHeadDimV / 4 + place * (kHeadDim / 8 * 32));
+  if (has_steps) shared.v_pipeline.release(tiles.keys, lane);
+  finish_gradient<Config, false>(params, schedule, tile, range.n_block,
+                                 keys.rank * Config::kWarps + keys.warp, dk, lane);
 }
 
 // ---- dQ ----------------------------------------------------------------------------------------
 
-// Of a thread block's columns of dQ: the last ones may lie behind the head dim.
 template <typename Config>
-__device__ int dq_chunks(int rank) {
-  return min(Config::kDqCols, Config::kHeadDim - rank * Config::kDqCols) / Config::kDqChunkCols;
-}
-
-template <typename Config>
-__device__ void consume_ds(typename Config::SharedStorage& shared, int step_count, int rank,
-                           int warp, int lane) {
+__device__ void consume_ds(typename Config::SharedStorage& shared, int steps, int warp,
+                           const WideTiles<Config>& tiles,
+                           PipelineState<Config::kDqStages>& dq_state) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kKeyRows = Config::kKeyRows;
+  const int rank = tiles.rank, lane = tiles.lane;
   uint64_t* const peer_ds_empty = ptx::map_to_rank(&shared.ds_empty, 1 - rank);
-  PipelineState<Config::kDqStages> dq_state;
-  const int chunks = warp_uniform(dq_chunks<Config>(rank));
-  if (step_count > 0) {
-    wait(shared.k_full, 0);
-    wait(shared.peer_k_full, 0);
-  }
-  // What a warp has stored is handed over beside the next product: then the fence need not wait for
-  // the stores.
-  const auto hand_over = [&] {
-    cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
-    arrive_of_warp(shared.dq_pipeline.full[dq_state.stage()], lane);
-    dq_state.advance();
-  };
+  if (steps == 0) return;
+  shared.k_pipeline.wait_full(tiles.keys);
+  shared.peer_k_pipeline.wait_full(tiles.keys);
+  const int first_col = first_dq_col<Config>(rank);
 #pragma unroll 1
-  for (int i = 0; i < step_count; ++i) {
-    wait(shared.ds_full, i % 2);
+  for (uint32_t i = tiles.step_count; i != tiles.step_count + steps; ++i) {
+    wait_for_stores(shared.ds_full, i % 2);
+    const Range chunks =
+        dq_chunks<Config>(rank, warp_uniform(shared.steps[i % Config::kStepSlots].row_tile));
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int chunk = chunks.begin; chunk < chunks.end; ++chunk) {
       constexpr int kTiles = Config::kDqChunkCols / 8;
       const int col = chunk * Config::kDqChunkCols;
       float dq[kTiles][4];
       start_multiply<T, kKeyRows>(dq, KMajor<T, kBlockM>(shared.ds[rank]),
-                                  MnMajor<T, kKeyRows>(shared.k, 0, rank * Config::kDqCols + col));
-      if (i + chunk > 0) hand_over();
+                                  MnMajor<T, kKeyRows>(shared.k, 0, col));
       // While it runs, the other thread block's part may still come.
-      if (chunk == 0) wait(shared.peer_ds_full, i % 2);
+      if (chunk == chunks.begin) wait(shared.peer_ds_full, i % 2);
       start_multiply<T, kKeyRows, true>(dq, KMajor<T, kBlockM>(shared.ds[1 - rank]),
-                                        MnMajor<T, kKeyRows>(shared.peer_k, 0, col));
+                                        MnMajor<T, kKeyRows>(shared.peer_k, 0, col - first_col));
       ptx::wgmma_wait<0>(dq);
-      if (chunk == chunks - 1) {
+      if (chunk == chunks.end - 1) {
         arrive_of_warp(shared.ds_empty, lane);
         if (lane == 0) ptx::arrive_in_cluster(peer_ds_empty);
       }
@@ -358,31 +376,36 @@ __device__ void consume_ds(typename Config::SharedStorage& shared, int step_coun
       for (int n = 0; n < kTiles; ++n) {
         target[n * 32] = make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]);
       }
+      arrive_of_warp(shared.dq_pipeline.full[dq_state.stage()], lane);
+      dq_state.advance();
     }
   }
-  if (step_count > 0) hand_over();
+  shared.k_pipeline.release(tiles.keys, lane);
+  shared.peer_k_pipeline.release(tiles.keys, lane);
 }
 
 // Sends this thread block's part of dS to the other, by one lane.
 template <typename Config>
-__device__ void send_ds(typename Config::SharedStorage& shared, int step_count, int rank) {
+__device__ void send_ds(typename Config::SharedStorage& shared, int steps,
+                        const WideTiles<Config>& tiles) {
+  const int rank = tiles.rank;
   constexpr int kBytes = sizeof(shared.ds[0]);
   void* const target = ptx::map_to_rank(&shared.ds[rank], 1 - rank);
   uint64_t* const peer_full = ptx::map_to_rank(&shared.peer_ds_full, 1 - rank);
 #pragma unroll 1
-  for (int i = 0; i < step_count; ++i) {
+  for (uint32_t i = tiles.step_count; i != tiles.step_count + steps; ++i) {
     // For what the other sends.
     wait(shared.peer_ds_full, i % 2 ^ 1);
     arrive_expecting(shared.peer_ds_full, kBytes);
-    wait(shared.ds_full, i % 2);
+    wait_for_stores(shared.ds_full, i % 2);
     ptx::copy_in_cluster(target, shared.ds[rank], kBytes, peer_full);
   }
 }
 
 // ---- Kernel ------------------------------------------------------------------------------------
 
-// Grid: a cluster for each tile, or more; see launch_backward. params.window_left and window_right
-// are bounded_window's.
+// Grid: as many clusters as fit the device, or as there are tiles; see launch_backward.
+// params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     wide_backward_kernel(const __grid_constant__ BackwardParams params,
@@ -392,33 +415,20 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int rank = ptx::cluster_rank();
-  if (schedule.lengths_on_device) ptx::wait_for_earlier_kernels();
 
-  if (warp == 0) {
-    const int cluster = blockIdx.x / Config::kCluster, clusters = gridDim.x / Config::kCluster;
-    TileScheduler scheduler(params.counters, schedule, KeyTiles<Config::kBlockN>{params}, cluster,
-                            clusters, lane);
-    const Tile tile = scheduler.tile();
-    if (lane == 0) shared.tile = tile;
-  }
   if (threadIdx.x == 32) {
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);
     ptx::prefetch_tensor_map(&maps.v);
     ptx::prefetch_tensor_map(&maps.dout);
-    init_barrier(shared.k_full, 1);
-    init_barrier(shared.v_full, 1);
-    init_barrier(shared.peer_k_full, 1);
+    shared.k_pipeline.init(2 * Config::kWarps);
+    shared.v_pipeline.init(Config::kWarps);
+    shared.peer_k_pipeline.init(Config::kWarps);
     shared.q_pipeline.init(2 * Config::kWarps);
     shared.dout_pipeline.init(2 * Config::kWarps);
-    for (int i = 0; i < Config::kPStages; ++i) {
-      init_barrier(shared.p_pipeline.full[i], Config::kWarps);
-      init_barrier(shared.p_pipeline.empty[i], Config::kWarps);
-    }
-    for (int i = 0; i < Config::kDqStages; ++i) {
-      init_barrier(shared.dq_pipeline.full[i], Config::kWarps);
-      init_barrier(shared.dq_pipeline.empty[i], 1);
-    }
+    shared.p_pipeline.init(Config::kWarps, Config::kWarps);
+    shared.dq_pipeline.init(1, Config::kWarps);
+    shared.tiles.init(Config::kCluster * Config::kTileWarps);
     init_barrier(shared.ds_full, Config::kWarps);
     init_barrier(shared.peer_ds_full, 1);
     init_barrier(shared.ds_empty, Config::kCluster * Config::kWarps);
@@ -426,44 +436,66 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     fence_barrier_init();
   }
   ptx::cluster_sync();
-  const Tile& tile = shared.tile;
-  // The same for both thread blocks of a cluster.
-  if (tile.batch < 0) return;
+  if (schedule.lengths_on_device) ptx::wait_for_earlier_kernels();
 
   const int role = warp / Config::kWarps, role_warp = warp % Config::kWarps;
+  WideTiles<Config> tiles{shared, rank, lane};
+  // Of each tile: run(tile, range, steps).
+  const auto for_each_tile = [&](auto run) {
+    for (;;) {
+      const Tile& tile = tiles.look();
+      if (warp_uniform(tile.batch) < 0) return;
+      const KeyTileRange<Config> range(params, schedule, tile);
+      const StepIterator step = range.steps(params, schedule, tile);
+      run(tile, range, step);
+      tiles.next(step.left);
+    }
+  };
   if (role < 2) {
     ptx::setmaxnreg_inc<Config::kGradientRegisters>();
-    const KeyTileRange<Config> range(params, schedule, tile);
-    const StepIterator step = range.steps(params, schedule, tile);
-    const WideKeys keys{rank, role_warp, lane,
-                        range.n_begin + rank * Config::kKeyRows + role_warp * 16};
-    ptx::wait_for_earlier_kernels();
-    if (role == 0) {
-      consume_scores<Config>(params, schedule, scale_log2, shared, range, step, keys);
-    } else {
-      consume_gradients<Config>(params, schedule, shared, range, step, keys);
-    }
+    for_each_tile([&](const Tile& tile, const KeyTileRange<Config>& range, StepIterator step) {
+      const WideKeys keys{rank, role_warp, lane,
+                          range.n_begin + rank * Config::kKeyRows + role_warp * 16};
+      ptx::wait_for_earlier_kernels();
+      if (role == 0) {
+        consume_scores<Config>(params, schedule, scale_log2, shared, tile, range, step, keys,
+                               tiles);
+      } else {
+        consume_gradients<Config>(params, schedule, shared, tile, range, step, keys, tiles);
+      }
+    });
   } else if (role == 2) {
     ptx::setmaxnreg_dec<Config::kDqRegisters>();
-    const KeyTileRange<Config> range(params, schedule, tile);
-    consume_ds<Config>(shared, warp_uniform(range.steps(params, schedule, tile).left), rank,
-                       role_warp, lane);
+    PipelineState<Config::kDqStages> dq_state;
+    for_each_tile([&](const Tile&, const KeyTileRange<Config>&, const StepIterator& step) {
+      consume_ds<Config>(shared, warp_uniform(step.left), role_warp, tiles, dq_state);
+    });
+    // The end, for the warp that adds.
+    shared.dq_pipeline.wait_empty(dq_state);
+    if (threadIdx.x % kWarpgroup == 0) {
+      shared.steps[tiles.step_count % Config::kStepSlots].row_tile = -1;
+    }
+    arrive_of_warp(shared.dq_pipeline.full[dq_state.stage()], lane);
   } else {
     ptx::setmaxnreg_dec<Config::kHelperRegisters>();
-    ptx::wait_for_earlier_kernels();
     if (role_warp == 0) {
-      produce_wide(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}}, tile, rank);
-    } else {
-      const KeyTileRange<Config> range(params, schedule, tile);
-      const int step_count = range.steps(params, schedule, tile).left;
-      if (role_warp == 1 && lane == 0) {
-        constexpr int kChunks = Config::kDqCols / Config::kDqChunkCols;
-        add_dq<Config>(params, shared, step_count, rank * kChunks, dq_chunks<Config>(rank), rank);
-      }
-      if (role_warp == 2 && lane == 0) send_ds<Config>(shared, step_count, rank);
-      if (role_warp == 3) ptx::let_next_kernel_start();
-      __syncwarp();
+      produce_wide(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}}, tiles);
     }
+    if (role_warp == 1) {
+      ptx::wait_for_earlier_kernels();
+      const auto chunks_of = [&](int row_tile) { return dq_chunks<Config>(rank, row_tile); };
+      if (lane == 0) add_dq<Config>(params, shared, chunks_of, rank);
+    }
+    if (role_warp == 2) {
+      for_each_tile([&](const Tile&, const KeyTileRange<Config>&, const StepIterator& step) {
+        if (lane == 0) send_ds<Config>(shared, step.left, tiles);
+      });
+    }
+    if (role_warp == 3) {
+      ptx::wait_for_earlier_kernels();
+      ptx::let_next_kernel_start();
+    }
+    __syncwarp();
   }
   // The other thread block may still write to this one's shared memory.
   ptx::cluster_sync();

@@ -1,0 +1,100 @@
+// dK and dV on their way out. If the steps of a tile are divided into parts, each part leaves them
+// in a workspace, and another kernel adds them up, always in the same order.
+#pragma once
+
+#include <cstdint>
+
+#include "common/fragment.h"
+#include "common/parts.h"
+#include "common/sequence.h"
+#include "common/warp.h"
+#include "params.h"
+#include "ptx/griddepcontrol.h"
+#include "sm90/backward_tiles.cuh"
+#include "sm90/store.cuh"
+
+namespace flash::sm90 {
+
+// The workspace: for each tile and part (16 keys, columns of dK and then of dV / 8, 32 lanes),
+// accumulators of m16n8.
+template <typename Config>
+struct PartLayout {
+  static constexpr int kColTiles = (Config::kHeadDim + Config::kHeadDimV) / 8;
+  static constexpr int kPartSize = Config::kBlockN / 16 * kColTiles * 32;
+
+  // Of the first part. group: 16 keys of the tile
+  static __device__ float4* place(const BackwardParams& params, const BackwardSchedule& schedule,
+                                  int batch, int head, int n_block, int group) {
+    const int64_t tile = (int64_t{1} * batch * schedule.heads + head) * schedule.blocks + n_block;
+    return reinterpret_cast<float4*>(params.partial_dkv) + tile * schedule.splits * kPartSize +
+           group * (kColTiles * 32);
+  }
+};
+
+// Scales and stores columns of dK or dV of 16 keys, from key `key` of the sequence and column `col`
+// on.
+template <typename Config, bool kOfV, int kColTiles>
+__device__ void store_gradient(const BackwardParams& params, int batch, int head, int key, int col,
+                               float (&x)[1][kColTiles][4], int lane) {
+  using T = typename Config::T;
+  if (!kOfV) scale_by(x, params.softmax_scale);
+  if (kOfV && Config::kFull && params.rng_state != nullptr) scale_by(x, params.dropout_scale);
+  const Sequence sequence(params, batch);
+  T* rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int lane_key = key + half * 8 + lane / 4;
+    rows[half] = nullptr;
+    if (lane_key < sequence.seqlen_k) {
+      rows[half] = rows_of<T>(kOfV ? params.dv : params.dk, sequence.k_batch,
+                              sequence.k_first + lane_key, head) +
+                   col;
+    }
+  }
+  store_accumulators<T, 4>(rows, (kOfV ? params.headdim_v : params.headdim) - col, x[0], lane);
+}
+
+// By a warp that has them: dK or dV of 16 keys of a tile.
+template <typename Config, bool kOfV, int kColTiles>
+__device__ void finish_gradient(const BackwardParams& params, const BackwardSchedule& schedule,
+                                const Tile& tile, int n_block, int group,
+                                float (&x)[1][kColTiles][4], int lane) {
+  using Layout = PartLayout<Config>;
+  if (schedule.splits == 1) {
+    const int key = n_block * Config::kBlockN + group * 16;
+    store_gradient<Config, kOfV>(params, tile.batch, tile.head_kv, key, 0, x, lane);
+  } else {
+    leave_part(Layout::place(params, schedule, tile.batch, tile.head_kv, n_block, group) +
+                   tile.part * Layout::kPartSize + (kOfV ? Config::kHeadDim / 8 * 32 : 0),
+               x, lane);
+  }
+}
+
+constexpr int kPartCols = 32;  // of a thread block of the parts kernel
+
+// Adds up the parts. Grid: (tiles of a sequence * nheads_kv, columns of dK and of dV / kPartCols,
+// batch); a warp takes 16 keys.
+template <typename Config>
+__global__ void __launch_bounds__(Config::kBlockN * 2)
+    backward_parts_kernel(const __grid_constant__ BackwardParams params,
+                          const __grid_constant__ BackwardSchedule schedule) {
+  using Layout = PartLayout<Config>;
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+  const int batch = blockIdx.z, head = blockIdx.x % schedule.heads;
+  const int n_block = blockIdx.x / schedule.heads;
+  if (n_block * Config::kBlockN >= Sequence(params, batch).seqlen_k) return;
+  const int group = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int col = blockIdx.y * kPartCols, key = n_block * Config::kBlockN + group * 16;
+  const float4* part = Layout::place(params, schedule, batch, head, n_block, group) + col / 8 * 32;
+  float x[1][kPartCols / 8][4] = {};
+#pragma unroll 4
+  for (int i = 0; i < schedule.splits; ++i) add_part(x, part + i * Layout::kPartSize, lane);
+  if (col < Config::kHeadDim) {
+    store_gradient<Config, false>(params, batch, head, key, col, x, lane);
+  } else {
+    store_gradient<Config, true>(params, batch, head, key, col - Config::kHeadDim, x, lane);
+  }
+}
+
+}  // namespace flash::sm90
