@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -82,19 +83,23 @@ def count_outcomes(junit_xml: Path) -> Counter[str]:
 def run_tests() -> tuple[int, Counter[str]]:
     """Run the GPU tests; pytest's exit status and the outcomes it recorded.
 
-    The rest of the suite runs in CI. Most of a test's time is the host's: several share the GPU
-    where pytest-xdist is installed. A test that hangs fails where pytest-timeout is installed.
+    The rest of the suite runs in CI. Most of a test's time is the host's: several share a GPU, and
+    all GPUs are used, where pytest-xdist is installed. A test that hangs fails where pytest-timeout
+    is installed.
     """
-    options = ["--durations", "20"]
+    import torch
+
+    options, gpus = ["--durations", "20"], torch.cuda.device_count()
     if importlib.util.find_spec("xdist"):
-        options += ["-n", "14"]
+        options += ["-n", str(14 * gpus)]
     if importlib.util.find_spec("pytest_timeout"):
         options += ["--timeout", "180", "--timeout-method", "thread"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
         command += options
-        status = subprocess.run(command, cwd=ROOT).returncode
+        environment = os.environ | {"FLASH_ATTN_TEST_GPUS": str(gpus)}
+        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         if not report.exists():
             raise SystemExit(f"pytest wrote no report (exit status {status}): nothing is recorded")
         return status, count_outcomes(report)

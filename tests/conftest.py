@@ -17,6 +17,11 @@ from hypothesis import HealthCheck, Verbosity, settings
 import flash_attn
 from flash_attn import _backends
 
+# Of the GPUs that benchmarks.gpu_check counts, each worker of pytest-xdist begins with another.
+if (gpus := int(os.environ.get("FLASH_ATTN_TEST_GPUS", "1"))) > 1:
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % gpus) for i in range(gpus))
+
 # Small tensors gain nothing from a second thread, and where cores are shared, threads that wait for
 # each other made tests up to 50 times slower.
 torch.set_num_threads(1)
