@@ -158,7 +158,8 @@ struct BackwardParams : AttentionParams {
   int* dq_turn;
   // sm90: (nheads, row_tiles, 2, rows of a tile), see sm90/backward_rows.cuh.
   float* row_statistics;
-  // What the parts of a tile leave of dK and dV for the last of them, which adds them up.
+  // What the parts of a tile leave of dK and dV. sm80: the last of them adds them up; sm90: another
+  // kernel.
   float* partial_dkv;
   int* counters;  // (kKeptZero), as in the forward
 };

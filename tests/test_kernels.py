@@ -325,15 +325,12 @@ def test_more_than_int32_elements(device):
 
 
 def test_keys_of_a_group_are_not_expanded(device):
-    """64 query heads share one key head: an expanded dk alone would take 512 MiB.
-
-    What takes most is dk and dv of two parts of the heads in float32, 64 MiB.
-    """
+    """64 query heads share one key head: an expanded dk alone would take 512 MiB."""
     problem = dense(1, 16, 32768, 64, 1, 128, dtype=torch.bfloat16, device=device)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run(problem)
-    assert torch.cuda.max_memory_allocated() - before < 128 * 2**20
+    assert torch.cuda.max_memory_allocated() - before < 100 * 2**20
 
 
 # ---- dropout, determinism ------------------------------------------------------------------------

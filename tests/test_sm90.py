@@ -199,32 +199,29 @@ def many_tiles_of_sequences(device: str, headdim: int = 128, **options: Any) -> 
 BACKWARD_HEADDIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 
 
+# Lengths of queries and of keys.
+BACKWARD_LENGTHS = {
+    # A thread block takes several tiles of keys.
+    "several-dense": ([260] * 10, [1000] * 10),
+    "several-varlen": ([300, 0, 1, 129, 64] * 8, [700, 128, 0, 500, 65] * 8),
+    # At most 128 keys: one tile sees all queries that see any; the others' dQ is 0.
+    "lone-dense": ([300] * 5, [128] * 5),
+    "lone-varlen": ([300, 0, 1, 129, 64], [77, 128, 0, 1, 65]),
+}
+
+
 @pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
 @pytest.mark.parametrize("options", ["plain", "causal", "window", "everything"])
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-def test_backward_of_several_tiles(device, layout, options, headdims):
-    """A thread block takes several tiles of keys. Added to in order: twice the same bits."""
-    heads, batch = (12, 6, *headdims), 4 if layout == "dense" else 15
+@pytest.mark.parametrize("lengths", BACKWARD_LENGTHS)
+def test_backward_of_tiles(device, lengths, options, headdims):
+    """Right; and if dQ is added to in turns, twice the same bits."""
+    seqlens_q, seqlens_k = BACKWARD_LENGTHS[lengths]
+    batch, heads = len(seqlens_q), (12, 6, *headdims)
     options = OPTIONS[options](batch, 12, device) | {"dtype": torch.bfloat16, "device": device}
-    if layout == "dense":
-        problem = dense(batch, 260, 1000, *heads, **options)
+    if lengths.endswith("dense"):
+        problem = dense(batch, seqlens_q[0], seqlens_k[0], *heads, **options)
     else:
-        problem = varlen([300, 0, 1, 129, 64] * 3, [700, 128, 0, 500, 65] * 3, *heads, **options)
-    check(problem)
-    assert_twice_the_same(problem)
-
-
-@pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
-@pytest.mark.parametrize("options", ["causal", "window", "everything"])
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-def test_backward_of_lone_tiles(device, layout, options, headdims):
-    """At most 128 keys: one tile sees all queries that see any; the others' dQ is 0."""
-    heads = (12, 6, *headdims)
-    options = OPTIONS[options](5, 12, device) | {"dtype": torch.bfloat16, "device": device}
-    if layout == "dense":
-        problem = dense(5, 300, 128, *heads, **options)
-    else:
-        problem = varlen([300, 0, 1, 129, 64], [77, 128, 0, 1, 65], *heads, **options)
+        problem = varlen(seqlens_q, seqlens_k, *heads, **options)
     check(problem)
     assert_twice_the_same(problem)
 

@@ -34,20 +34,20 @@ enum class Launch {
 template <typename... Parameters, typename... Arguments>
 void launch(Launch how, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
             cudaStream_t stream, const char* call, const Arguments&... arguments) {
-  cudaLaunchAttribute overlap{};
+  cudaLaunchAttribute attribute{};
   if (how == Launch::kTogether) {
-    overlap.id = cudaLaunchAttributeCooperative;
-    overlap.val.cooperative = 1;
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
   } else {
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &overlap;
+  config.attrs = &attribute;
   config.numAttrs = 1;
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), call);
 }

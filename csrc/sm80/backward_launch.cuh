@@ -40,8 +40,9 @@ inline int row_tiles(const BackwardParams& params) {
   return static_cast<int>(tiles);
 }
 
-// Into how many parts, of some query heads each, the thread blocks' work is divided. Each SM should
-// get this many thread blocks for each that it holds at a time: under a causal mask they differ.
+// Into how many parts, of some query heads each, the thread blocks' work is divided. Each SM gets
+// at most this many thread blocks for each that it holds at a time, if that takes parts: each needs
+// dK and dV in float32.
 constexpr int64_t kRounds = 4;
 
 template <typename Config>
@@ -51,7 +52,7 @@ int backward_splits(const BackwardParams& params) {
   if (tiles == 0 || tiles >= kKeptZero) return 1;
   const int64_t wanted = kRounds * Config::kBlocksPerSm * multiprocessors();
   const int64_t group = params.nheads / params.nheads_kv;
-  return static_cast<int>(std::min(group, (wanted + tiles - 1) / tiles));
+  return static_cast<int>(std::clamp<int64_t>(wanted / tiles, 1, group));
 }
 
 template <typename Config>

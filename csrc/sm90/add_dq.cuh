@@ -34,9 +34,8 @@ class TurnSignal {
 };
 
 // By one lane: it has TMA add, of each step, the chunks of columns chunks_of(row tile). To be
-// deterministic, the tiles that see some queries add in the order of their keys. It ends at a step
-// without a row tile.
-// counter: which one of a row tile counts those that have added these columns
+// deterministic, tiles add to a row tile in turns: see KeyTileRange::turn. It ends at a step
+// without a row tile. counter: which one of a row tile counts those that have added these columns
 template <typename Config, typename ChunksOf>
 __device__ void add_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
                        ChunksOf chunks_of, int counter) {
