@@ -33,9 +33,33 @@ class TurnSignal {
   int* turns_ = nullptr;
 };
 
-// By one lane: it has TMA add, of each step, the chunks of columns chunks_of(row tile). To be
-// deterministic, tiles add to a row tile in turns: see KeyTileRange::turn. It ends at a step
-// without a row tile. counter: which one of a row tile counts those that have added these columns
+// The semaphore of a row tile: how many tiles have added to it, if they do that in turns; see
+// KeyTileRange::turn. counter: which one of it counts those that have added these columns
+template <typename Config>
+__device__ int* turns_of(const BackwardParams& params, int row_tile, int counter) {
+  return params.dq_turn + row_tile * Config::kDqTurns + counter;
+}
+
+// Waits for the turn of each step, by one lane: so that who adds need not ask memory.
+template <typename Config>
+__device__ void await_turns(const BackwardParams& params, typename Config::SharedStorage& shared,
+                            int counter) {
+#pragma unroll 1
+  for (uint32_t i = 0;; ++i) {
+    const auto [row_tile, turn] = shared.steps.look(PipelineState<Config::kStepSlots>{i});
+    if (row_tile < 0) return;
+    const PipelineState<Config::kTurnStages> state{i};
+    shared.turn_pipeline.wait_empty(state);
+    // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
+    // forever.
+    while (ptx::load_acquire(turns_of<Config>(params, row_tile, counter)) < turn) {
+    }
+    arrive(shared.turn_pipeline.full[state.stage()]);
+  }
+}
+
+// By one lane: it has TMA add, of each step, the chunks of columns chunks_of(row tile); to be
+// deterministic, in turns.
 template <typename Config, typename ChunksOf>
 __device__ void add_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
                        ChunksOf chunks_of, int counter) {
@@ -45,16 +69,15 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     if (!shared.dq_pipeline.is_full(state)) signal.send<0>();
-    shared.dq_pipeline.wait_full(state);
-    const auto [row_tile, turn] = shared.steps[i % Config::kStepSlots];
+    const int row_tile = shared.steps.look(PipelineState<Config::kStepSlots>{i}).row_tile;
     if (row_tile < 0) break;
-    int* const turns = params.dq_turn == nullptr
-                           ? nullptr
-                           : params.dq_turn + row_tile * Config::kDqTurns + counter;
-    if (turns != nullptr) {
-      // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
-      // forever.
-      while (ptx::load_acquire(turns) < turn) signal.send<0>();
+    int* turns = nullptr;
+    if (params.dq_turn != nullptr) {
+      turns = turns_of<Config>(params, row_tile, counter);
+      const PipelineState<Config::kTurnStages> turn_state{i};
+      if (!shared.turn_pipeline.is_full(turn_state)) signal.send<0>();
+      shared.turn_pipeline.wait_full(turn_state);
+      shared.turn_pipeline.release_alone(turn_state);
       cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
     }
     float* const target = params.dq_accum + int64_t{row_tile} * Config::kDqSize;
@@ -68,10 +91,7 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
                                       sizeof(shared.dq[0]));
       cuda::ptx::cp_async_bulk_commit_group();
       cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
-      // For the warp, of which this lane is alone here.
-      for (int release = 0; release < kReleases; ++release) {
-        arrive(shared.dq_pipeline.empty[state.stage()]);
-      }
+      shared.dq_pipeline.release_alone(state);
       signal.send<1>();
     }
     signal.set(turns);
@@ -92,10 +112,10 @@ __device__ void write_dq(const BackwardParams& params, typename Config::SharedSt
   static_assert(Config::kDqChunkCols == Config::kHeadDim);
 #pragma unroll 1
   for (PipelineState<Config::kDqStages> state;; state.advance()) {
+    const PipelineState<Config::kStepSlots> slot{state.count};
+    if (shared.steps.look(slot).row_tile < 0) return;
+    const StepQueries& queries = shared.step_queries[slot.stage()];
     shared.dq_pipeline.wait_full(state);
-    const int slot = state.count % Config::kStepSlots;
-    if (shared.steps[slot].row_tile < 0) return;
-    const StepQueries& queries = shared.step_queries[slot];
     // Of the lane, in accumulators of 16 rows: its columns in the first 8 rows, then in the others.
     const float2* source =
         reinterpret_cast<const float2*>(shared.dq[state.stage()] + lane) + writer;

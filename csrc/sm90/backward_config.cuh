@@ -51,7 +51,7 @@ struct BackwardConfig {
   static constexpr int kDqChunkCols = kHeadDim;       // it is kept in chunks of columns
   static constexpr int kDqTurns = 1;  // of each row tile, if it is added to in order
 
-  static constexpr int kStepSlots = 4;
+  static constexpr int kStepSlots = 4, kTurnStages = 2;
 
   struct SharedStorage {
     alignas(1024) T k[kKvStages][kTileSize<T, kBlockN, kHeadDim>];
@@ -61,8 +61,6 @@ struct BackwardConfig {
     alignas(1024) T ds[kDsStages][kTileSize<T, kBlockM, kBlockN>];
     alignas(128) float4 dq[kDqStages][kDqSize / 4];  // as in the workspace
     alignas(16) float statistics[kStages][2 * kBlockM];
-    // The last steps: who adds dQ is up to three behind the producer.
-    Step steps[kStepSlots];
     StepQueries step_queries[kStepSlots];
     Pipeline<kKvStages> k_pipeline, v_pipeline;
     Pipeline<kStages> q_pipeline, dout_pipeline;
@@ -70,6 +68,8 @@ struct BackwardConfig {
     Pipeline<kDqStages> dq_pipeline;
     uint64_t tail_full;  // a block whose rows past the sequence are cleared first
     TilePipeline tiles;
+    StepBoard<kStepSlots> steps;
+    Pipeline<kTurnStages> turn_pipeline;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -66,9 +66,7 @@ __device__ void produce(BackwardProducer<Config> producer) {
   for (;; scheduler.next()) {
     const Tile tile = scheduler.tile();
     if (tile.batch < 0) {
-      // The end of the steps, for the warp that adds.
-      shared.q_pipeline.wait_empty(state);
-      if (lane == 0) shared.steps[state.count % Config::kStepSlots].row_tile = -1;
+      producer.announce_end(state.count);
     }
     shared.tiles.send(tile, tile_state, lane);
     if (tile.batch < 0) return;
@@ -314,10 +312,6 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
     shared.tiles.release(tile_state, lane);
     tile_state.advance();
   }
-  // The end, for the warp that adds.
-  const PipelineState<Config::kDqStages> end{step_count};
-  shared.dq_pipeline.wait_empty(end);
-  arrive_of_warp(shared.dq_pipeline.full[end.stage()], lane);
 }
 
 // ---- Kernel ------------------------------------------------------------------------------------
@@ -346,6 +340,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.dout_pipeline.init(Config::kConsumerWarps);
     shared.ds_pipeline.init(Config::kConsumerWarps, Config::kConsumerWarps);
     shared.dq_pipeline.init(schedule.lone ? kDqWriters : 1, Config::kConsumerWarps);
+    shared.turn_pipeline.init(1);
+    shared.steps.init();
     init_barrier(shared.tail_full, 1);
     shared.tiles.init(Config::kConsumerWarps);
     fence_barrier_init();
@@ -369,7 +365,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::wait_for_earlier_kernels();
       ptx::let_next_kernel_start();
     }
-    if (helper == 3) ptx::wait_for_earlier_kernels();
+    if (helper == 3) {
+      ptx::wait_for_earlier_kernels();
+      if (lane == 0 && params.dq_turn != nullptr) await_turns<Config>(params, shared, 0);
+    }
     if (schedule.lone && helper >= 2) write_dq<Config>(params, shared, helper - 2, lane);
   }
 }

@@ -74,6 +74,12 @@ struct BackwardProducer {
                                  rows.seqlen_q - m_begin, schedule.clear_tail_q, beside);
   }
 
+  // There are no more steps than `count`.
+  __device__ void announce_end(uint32_t count) {
+    shared.q_pipeline.wait_empty(PipelineState<Config::kStages>{count});
+    if (lane == 0) shared.steps.tell(PipelineState<Config::kStepSlots>{count}, {-1, 0});
+  }
+
   // Says where a step's dQ goes, and which statistics come with its Q.
   // first_tile: of the sequence, in the workspaces; state: of Q
   __device__ BulkCopy announce(const KeyTileRange<Config>& range, const StepIterator& step,
@@ -83,14 +89,14 @@ struct BackwardProducer {
     shared.q_pipeline.wait_empty(state);
     if (lane == 0) {
       const int turn = params.dq_turn == nullptr ? 0 : range.turn(schedule, step.m_block);
-      const int slot = state.count % Config::kStepSlots;
-      shared.steps[slot] = {row_tile, turn};
+      const PipelineState<Config::kStepSlots> slot{state.count};
       if constexpr (Config::kWritesDq) {
         const Sequence& rows = range.sequence;
         const int m_begin = step.m_block * kBlockM;
-        shared.step_queries[slot] = {step.head, rows.q_batch, rows.q_first + m_begin,
-                                     min(kBlockM, rows.seqlen_q - m_begin)};
+        shared.step_queries[slot.stage()] = {step.head, rows.q_batch, rows.q_first + m_begin,
+                                             min(kBlockM, rows.seqlen_q - m_begin)};
       }
+      shared.steps.tell(slot, {row_tile, turn});
     }
     return {shared.statistics[state.stage()],
             params.row_statistics + int64_t{row_tile} * (2 * kBlockM),

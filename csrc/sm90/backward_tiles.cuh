@@ -6,6 +6,7 @@
 #include "common/sequence.h"
 #include "common/warp.h"
 #include "params.h"
+#include "sm90/pipeline.cuh"
 #include "sm90/tile_scheduler.cuh"
 
 namespace flash::sm90 {
@@ -46,10 +47,32 @@ struct StepIterator {
   }
 };
 
-// What a step is to the warp that adds its dQ.
+// What a step is to the warps that bring its dQ to memory.
 struct alignas(8) Step {
   int row_tile;  // in the workspaces; -1: there are no more steps
-  int turn;      // of the tile, among those that add to dQ of these queries: by the order of keys
+  int turn;      // of the tile, among those that add to dQ of these queries
+};
+
+// The last steps, told by the producer. It is as many ahead as Q has stages, and those who read are
+// one step behind the consumers: a slot is free when its turn comes.
+template <int kSlots>
+struct StepBoard {
+  using State = PipelineState<kSlots>;
+  Step slots[kSlots];
+  uint64_t full[kSlots];
+
+  // By one thread.
+  __device__ void init() {
+    for (int i = 0; i < kSlots; ++i) init_barrier(full[i], 1);
+  }
+  __device__ void tell(State state, const Step& step) {
+    slots[state.stage()] = step;
+    arrive(full[state.stage()]);
+  }
+  __device__ const Step& look(State state) {
+    wait(full[state.stage()], state.phase());
+    return slots[state.stage()];
+  }
 };
 
 // The queries of a step, to the warps that write dQ of a lone tile.

@@ -91,6 +91,10 @@ struct Pipeline {
     return cuda::ptx::mbarrier_test_wait_parity(&full[state.stage()], state.phase());
   }
   __device__ void wait_stored(State state) { wait_for_stores(full[state.stage()], state.phase()); }
+  // By a lane that reads for its whole warp.
+  __device__ void release_alone(State state) {
+    for (int i = 0; i < kReleases; ++i) arrive(empty[state.stage()]);
+  }
   __device__ void release(State state, int lane) {
     __syncwarp();
     if (kReleases > 1 || lane == 0) arrive(empty[state.stage()]);

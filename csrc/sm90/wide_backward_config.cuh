@@ -39,7 +39,7 @@ struct WideBackwardConfig {
   static constexpr int kDqTurns = kCluster;           // of each row tile
   static_assert(kHeadDim > kDqCols && kHeadDim <= kCluster * kDqCols);
 
-  static constexpr int kStepSlots = 8;
+  static constexpr int kStepSlots = 8, kTurnStages = 2;
   static constexpr int kDsPartSize = kBlockM * kKeyRows;
 
   struct SharedStorage {
@@ -52,13 +52,13 @@ struct WideBackwardConfig {
     alignas(128) uint4 p[kPStages][4][kWarpgroup];  // as the threads hold it
     alignas(128) float4 dq[kDqStages][kBlockM * kDqChunkCols / 4];
     alignas(16) float statistics[kStages][2 * kBlockM];
-    // The last steps: who adds dQ may be some behind the producer.
-    Step steps[kStepSlots];
+    StepBoard<kStepSlots> steps;
     Pipeline<1> k_pipeline, v_pipeline, peer_k_pipeline;
     Pipeline<kStages> q_pipeline;
     Pipeline<kDoutStages> dout_pipeline;
     Pipeline<kPStages> p_pipeline;
     Pipeline<kDqStages> dq_pipeline;
+    Pipeline<kTurnStages> turn_pipeline;
     uint64_t ds_full;       // this thread block's part of dS
     uint64_t peer_ds_full;  // the other's
     uint64_t ds_empty;      // both thread blocks have read both parts

@@ -117,7 +117,10 @@ __device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config
   for (;;) {
     rank == 0 ? tiles.send(scheduler.tile()) : tiles.expect();
     const Tile tile = tiles.look();
-    if (tile.batch < 0) return;
+    if (tile.batch < 0) {
+      producer.announce_end(count);
+      return;
+    }
     const KeyTileRange<Config> range(params, schedule, tile);
     StepIterator step = range.steps(params, schedule, tile);
     const int steps = step.left;
@@ -353,7 +356,7 @@ __device__ void consume_ds(typename Config::SharedStorage& shared, int steps, in
   for (uint32_t i = tiles.step_count; i != tiles.step_count + steps; ++i) {
     wait_for_stores(shared.ds_full, i % 2);
     const Range chunks =
-        dq_chunks<Config>(rank, warp_uniform(shared.steps[i % Config::kStepSlots].row_tile));
+        dq_chunks<Config>(rank, warp_uniform(shared.steps.slots[i % Config::kStepSlots].row_tile));
 #pragma unroll 1
     for (int chunk = chunks.begin; chunk < chunks.end; ++chunk) {
       constexpr int kTiles = Config::kDqChunkCols / 8;
@@ -432,6 +435,8 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     init_barrier(shared.ds_full, Config::kWarps);
     init_barrier(shared.peer_ds_full, 1);
     init_barrier(shared.ds_empty, Config::kCluster * Config::kWarps);
+    shared.turn_pipeline.init(1);
+    shared.steps.init();
     init_barrier(shared.tail_full, 1);
     fence_barrier_init();
   }
@@ -470,12 +475,6 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     for_each_tile([&](const Tile&, const KeyTileRange<Config>&, const StepIterator& step) {
       consume_ds<Config>(shared, warp_uniform(step.left), role_warp, tiles, dq_state);
     });
-    // The end, for the warp that adds.
-    shared.dq_pipeline.wait_empty(dq_state);
-    if (threadIdx.x % kWarpgroup == 0) {
-      shared.steps[tiles.step_count % Config::kStepSlots].row_tile = -1;
-    }
-    arrive_of_warp(shared.dq_pipeline.full[dq_state.stage()], lane);
   } else {
     ptx::setmaxnreg_dec<Config::kHelperRegisters>();
     if (role_warp == 0) {
@@ -494,6 +493,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     if (role_warp == 3) {
       ptx::wait_for_earlier_kernels();
       ptx::let_next_kernel_start();
+      if (lane == 0 && params.dq_turn != nullptr) await_turns<Config>(params, shared, rank);
     }
     __syncwarp();
   }
