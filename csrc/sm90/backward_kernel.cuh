@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     const __grid_constant__ BackwardSchedule schedule, float scale_log2) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
-  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
 
   if (threadIdx.x == Config::kThreads - 1) {
     ptx::prefetch_tensor_map(&maps.q);
@@ -349,12 +349,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (schedule.lengths_on_device) ptx::wait_for_earlier_kernels();
 
-  if (warp < Config::kConsumerWarps) {
+  if (threadIdx.x < Config::kConsumerWarps * 32) {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    consume<Config>(params, schedule, scale_log2, shared, warp / 4);
+    consume<Config>(params, schedule, scale_log2, shared, warp_uniform(threadIdx.x / kWarpgroup));
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    const int helper = warp - Config::kConsumerWarps;
+    const int helper = warp_uniform(threadIdx.x / 32) - Config::kConsumerWarps;
     if (helper == 0) produce(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}});
     if (helper == 1) {
       ptx::wait_for_earlier_kernels();
