@@ -14,74 +14,39 @@
 
 namespace flash::sm90 {
 
-// Tells who is next that a row tile has been added to, by one lane. Nobody waits for that to be
-// complete while there is something else to do; but before it waits for its own turn it tells, or
-// two could wait for each other.
-class TurnSignal {
- public:
-  // Of all but the last kPending additions, which are of the next row tile.
-  template <int kPending>
-  __device__ void send() {
-    if (turns_ == nullptr) return;
-    cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<kPending>());
-    ptx::red_release_increment(turns_);
-    turns_ = nullptr;
-  }
-  __device__ void set(int* turns) { turns_ = turns; }
+// Warps that add in order: while one waits until its addition is in memory, the other goes on.
+constexpr int kOrderedAdders = 2;
 
- private:
-  int* turns_ = nullptr;
-};
-
-// The semaphore of a row tile: how many tiles have added to it, if they do that in turns; see
-// KeyTileRange::turn. counter: which one of it counts those that have added these columns
-template <typename Config>
-__device__ int* turns_of(const BackwardParams& params, int row_tile, int counter) {
-  return params.dq_turn + row_tile * Config::kDqTurns + counter;
-}
-
-// Waits for the turn of each step, by one lane: so that who adds need not ask memory.
-template <typename Config>
-__device__ void await_turns(const BackwardParams& params, typename Config::SharedStorage& shared,
-                            int counter) {
+// By one lane of each warp that adds: it has TMA add, of its steps, the chunks of columns
+// chunks_of(row tile). To be deterministic, tiles add to a row tile in turns, which a semaphore
+// counts: see KeyTileRange::turn. It ends at a step without a row tile.
+// adder: which of the warps it is; counter: the semaphore of these columns among a row tile's
+template <typename Config, typename ChunksOf>
+__device__ void add_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
+                       ChunksOf chunks_of, uint32_t adder, int counter) {
+  constexpr int kChunkSize = Config::kBlockM * Config::kDqChunkCols;
+  const uint32_t adders = params.dq_turn == nullptr ? 1 : kOrderedAdders;
+  if (adder >= adders) return;
+  PipelineState<Config::kDqStages> state;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
     const auto [row_tile, turn] = shared.steps.look(PipelineState<Config::kStepSlots>{i});
-    if (row_tile < 0) return;
-    const PipelineState<Config::kTurnStages> state{i};
-    shared.turn_pipeline.wait_empty(state);
-    // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
-    // forever.
-    while (ptx::load_acquire(turns_of<Config>(params, row_tile, counter)) < turn) {
-    }
-    arrive(shared.turn_pipeline.full[state.stage()]);
-  }
-}
-
-// By one lane: it has TMA add, of each step, the chunks of columns chunks_of(row tile); to be
-// deterministic, in turns.
-template <typename Config, typename ChunksOf>
-__device__ void add_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
-                       ChunksOf chunks_of, int counter) {
-  constexpr int kChunkSize = Config::kBlockM * Config::kDqChunkCols;
-  PipelineState<Config::kDqStages> state;
-  TurnSignal signal;
-#pragma unroll 1
-  for (uint32_t i = 0;; ++i) {
-    if (!shared.dq_pipeline.is_full(state)) signal.send<0>();
-    const int row_tile = shared.steps.look(PipelineState<Config::kStepSlots>{i}).row_tile;
     if (row_tile < 0) break;
+    const Range chunks = chunks_of(row_tile);
+    if (i % adders != adder) {
+      state.count += chunks.end - chunks.begin;
+      continue;
+    }
     int* turns = nullptr;
     if (params.dq_turn != nullptr) {
-      turns = turns_of<Config>(params, row_tile, counter);
-      const PipelineState<Config::kTurnStages> turn_state{i};
-      if (!shared.turn_pipeline.is_full(turn_state)) signal.send<0>();
-      shared.turn_pipeline.wait_full(turn_state);
-      shared.turn_pipeline.release_alone(turn_state);
+      turns = params.dq_turn + row_tile * Config::kDqTurns + counter;
+      // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
+      // forever.
+      while (ptx::load_acquire(turns) < turn) {
+      }
       cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
     }
     float* const target = params.dq_accum + int64_t{row_tile} * Config::kDqSize;
-    const Range chunks = chunks_of(row_tile);
 #pragma unroll 1
     for (int chunk = chunks.begin; chunk < chunks.end; ++chunk, state.advance()) {
       shared.dq_pipeline.wait_stored(state);
@@ -92,11 +57,12 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
       cuda::ptx::cp_async_bulk_commit_group();
       cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
       shared.dq_pipeline.release_alone(state);
-      signal.send<1>();
     }
-    signal.set(turns);
+    if (turns != nullptr) {
+      cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+      ptx::red_release_increment(turns);
+    }
   }
-  signal.send<0>();
   cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
 }
 

@@ -51,7 +51,7 @@ struct BackwardConfig {
   static constexpr int kDqChunkCols = kHeadDim;       // it is kept in chunks of columns
   static constexpr int kDqTurns = 1;  // of each row tile, if it is added to in order
 
-  static constexpr int kStepSlots = 4, kTurnStages = 2;
+  static constexpr int kStepSlots = 4;
 
   struct SharedStorage {
     alignas(1024) T k[kKvStages][kTileSize<T, kBlockN, kHeadDim>];
@@ -69,7 +69,6 @@ struct BackwardConfig {
     uint64_t tail_full;  // a block whose rows past the sequence are cleared first
     TilePipeline tiles;
     StepBoard<kStepSlots> steps;
-    Pipeline<kTurnStages> turn_pipeline;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -12,7 +12,8 @@
 //   producer   one warp: finds the next tile, has TMA load K and V, then Q and dO block by block
 //   consumers  two warpgroups: own 64 keys each; dK and dV stay in their registers, and so do P^T
 //              and dS^T
-//   adder      one warp: has TMA add dQ to a float32 workspace; for lone tiles, two warps write dQ
+//   adders     two warps: have TMA add dQ to a float32 workspace, the second only if that goes in
+//              turns; of lone tiles, both write dQ
 //
 // dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
 // dQ. The causal or window mask: KeyTileRange takes the blocks of queries that see some key,
@@ -340,7 +341,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.dout_pipeline.init(Config::kConsumerWarps);
     shared.ds_pipeline.init(Config::kConsumerWarps, Config::kConsumerWarps);
     shared.dq_pipeline.init(schedule.lone ? kDqWriters : 1, Config::kConsumerWarps);
-    shared.turn_pipeline.init(1);
     shared.steps.init();
     init_barrier(shared.tail_full, 1);
     shared.tiles.init(Config::kConsumerWarps);
@@ -355,21 +355,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int helper = warp_uniform(threadIdx.x / 32) - Config::kConsumerWarps;
-    if (helper == 0) produce(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}});
-    if (helper == 1) {
+    if (helper == 0) {
+      produce(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}});
+    } else {
       ptx::wait_for_earlier_kernels();
+    }
+    if (helper == 1) ptx::let_next_kernel_start();
+    if (helper >= 2) {
       const auto whole = [](int) { return Range{0, 1}; };
-      if (lane == 0 && !schedule.lone) add_dq<Config>(params, shared, whole, 0);
+      if (schedule.lone) {
+        write_dq<Config>(params, shared, helper - 2, lane);
+      } else if (lane == 0) {
+        add_dq<Config>(params, shared, whole, helper - 2, 0);
+      }
     }
-    if (helper == 2) {
-      ptx::wait_for_earlier_kernels();
-      ptx::let_next_kernel_start();
-    }
-    if (helper == 3) {
-      ptx::wait_for_earlier_kernels();
-      if (lane == 0 && params.dq_turn != nullptr) await_turns<Config>(params, shared, 0);
-    }
-    if (schedule.lone && helper >= 2) write_dq<Config>(params, shared, helper - 2, lane);
   }
 }
 

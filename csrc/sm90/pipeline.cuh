@@ -87,9 +87,6 @@ struct Pipeline {
   // A new pipeline is empty.
   __device__ void wait_empty(State state) { wait(empty[state.stage()], state.phase() ^ 1); }
   __device__ void wait_full(State state) { wait(full[state.stage()], state.phase()); }
-  __device__ bool is_full(State state) {
-    return cuda::ptx::mbarrier_test_wait_parity(&full[state.stage()], state.phase());
-  }
   __device__ void wait_stored(State state) { wait_for_stores(full[state.stage()], state.phase()); }
   // By a lane that reads for its whole warp.
   __device__ void release_alone(State state) {

@@ -39,7 +39,7 @@ struct WideBackwardConfig {
   static constexpr int kDqTurns = kCluster;           // of each row tile
   static_assert(kHeadDim > kDqCols && kHeadDim <= kCluster * kDqCols);
 
-  static constexpr int kStepSlots = 8, kTurnStages = 2;
+  static constexpr int kStepSlots = 8;
   static constexpr int kDsPartSize = kBlockM * kKeyRows;
 
   struct SharedStorage {
@@ -58,7 +58,6 @@ struct WideBackwardConfig {
     Pipeline<kDoutStages> dout_pipeline;
     Pipeline<kPStages> p_pipeline;
     Pipeline<kDqStages> dq_pipeline;
-    Pipeline<kTurnStages> turn_pipeline;
     uint64_t ds_full;       // this thread block's part of dS
     uint64_t peer_ds_full;  // the other's
     uint64_t ds_empty;      // both thread blocks have read both parts

@@ -9,7 +9,7 @@
 //   gradients     a warpgroup: dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q
 //   dQ            a warpgroup: dQ = dS K, 128 columns of it, for the keys of both thread blocks
 //   sender        one warp: has dS copied to the other thread block
-//   adder         one warp: has TMA add dQ to a float32 workspace
+//   adders        two warps: have TMA add dQ to a float32 workspace; the second only if in turns
 //
 // dV and dK stay in registers. P^T goes from thread to thread in 16 bits: both warpgroups hold a
 // tile of scores in the same way. What the warpgroups hand over is buffered, so that nobody runs in
@@ -435,7 +435,6 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     init_barrier(shared.ds_full, Config::kWarps);
     init_barrier(shared.peer_ds_full, 1);
     init_barrier(shared.ds_empty, Config::kCluster * Config::kWarps);
-    shared.turn_pipeline.init(1);
     shared.steps.init();
     init_barrier(shared.tail_full, 1);
     fence_barrier_init();
@@ -482,18 +481,15 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     }
     if (role_warp == 1) {
       ptx::wait_for_earlier_kernels();
-      const auto chunks_of = [&](int row_tile) { return dq_chunks<Config>(rank, row_tile); };
-      if (lane == 0) add_dq<Config>(params, shared, chunks_of, rank);
-    }
-    if (role_warp == 2) {
+      ptx::let_next_kernel_start();
       for_each_tile([&](const Tile&, const KeyTileRange<Config>&, const StepIterator& step) {
         if (lane == 0) send_ds<Config>(shared, step.left, tiles);
       });
     }
-    if (role_warp == 3) {
+    if (role_warp >= 2) {
       ptx::wait_for_earlier_kernels();
-      ptx::let_next_kernel_start();
-      if (lane == 0 && params.dq_turn != nullptr) await_turns<Config>(params, shared, rank);
+      const auto chunks_of = [&](int row_tile) { return dq_chunks<Config>(rank, row_tile); };
+      if (lane == 0) add_dq<Config>(params, shared, chunks_of, role_warp - 2, rank);
     }
     __syncwarp();
   }
