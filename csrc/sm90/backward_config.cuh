@@ -48,6 +48,7 @@ struct BackwardConfig {
   static constexpr bool kWritesDq = true;             // of lone tiles
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqStages = 1;                 // in shared memory
+  static constexpr int kDqFullBarriers = 2;           // two warps take every other step
   static constexpr int kDqChunkCols = kHeadDim;       // it is kept in chunks of columns
   static constexpr int kDqTurns = 1;  // of each row tile, if it is added to in order
 
@@ -65,7 +66,7 @@ struct BackwardConfig {
     Pipeline<kKvStages> k_pipeline, v_pipeline;
     Pipeline<kStages> q_pipeline, dout_pipeline;
     Pipeline<kDsStages> ds_pipeline;
-    Pipeline<kDqStages> dq_pipeline;
+    Pipeline<kDqStages, kDqFullBarriers> dq_pipeline;
     uint64_t tail_full;  // a block whose rows past the sequence are cleared first
     TilePipeline tiles;
     StepBoard<kStepSlots> steps;

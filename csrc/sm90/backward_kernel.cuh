@@ -292,7 +292,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
           dq_target[n * 32] = make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]);
         }
       }
-      arrive_of_warp(shared.dq_pipeline.full[dq_state.stage()], lane);
+      arrive_of_warp(shared.dq_pipeline.full_of(dq_state), lane);
       ptx::wgmma_wait<0>(dk[0]);
       // The next step's scores. Of the last step they are computed again: a condition would make
       // the compiler wait for each product.

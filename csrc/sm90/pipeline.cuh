@@ -69,25 +69,29 @@ constexpr int kReleases = 32;
 constexpr int kReleases = 1;
 #endif
 
-// The barriers of a pipeline, in shared memory.
-template <int kStages>
+// The barriers of a pipeline, in shared memory. A warp that takes some of what is filled, and does
+// not wait for the rest, misses phases: it needs more barriers than there are stages, one for each
+// filling from one that it takes to the next.
+template <int kStages, int kFullBarriers = kStages>
 struct Pipeline {
   using State = PipelineState<kStages>;
-  uint64_t full[kStages], empty[kStages];
+  using Filled = PipelineState<kFullBarriers>;
+  uint64_t full[kFullBarriers], empty[kStages];
 
   // By one thread, before fence_barrier_init. A stage is filled by so many arrivals, and by what
   // TMA brings; it is empty when so many warps have released it.
   __device__ void init(int consumers, int producers = 1) {
-    for (int i = 0; i < kStages; ++i) {
-      init_barrier(full[i], producers);
-      init_barrier(empty[i], consumers * kReleases);
-    }
+    for (uint64_t& barrier : full) init_barrier(barrier, producers);
+    for (uint64_t& barrier : empty) init_barrier(barrier, consumers * kReleases);
   }
 
   // A new pipeline is empty.
   __device__ void wait_empty(State state) { wait(empty[state.stage()], state.phase() ^ 1); }
-  __device__ void wait_full(State state) { wait(full[state.stage()], state.phase()); }
-  __device__ void wait_stored(State state) { wait_for_stores(full[state.stage()], state.phase()); }
+  __device__ uint64_t& full_of(State state) { return full[Filled{state.count}.stage()]; }
+  __device__ void wait_full(State state) { wait(full_of(state), Filled{state.count}.phase()); }
+  __device__ void wait_stored(State state) {
+    wait_for_stores(full_of(state), Filled{state.count}.phase());
+  }
   // By a lane that reads for its whole warp.
   __device__ void release_alone(State state) {
     for (int i = 0; i < kReleases; ++i) arrive(empty[state.stage()]);

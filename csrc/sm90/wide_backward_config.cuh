@@ -34,6 +34,7 @@ struct WideBackwardConfig {
   // Of dQ a thread block computes at most 128 columns, in chunks: see dq_chunks.
   static constexpr int kDqCols = 128, kDqChunkCols = 64;
   static constexpr int kDqStages = kHeadDimV > 192 ? 1 : 2;
+  static constexpr int kDqFullBarriers = 2 * kDqCols / kDqChunkCols;  // see backward_config.cuh
   static constexpr bool kWritesDq = false;
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqTurns = kCluster;           // of each row tile
@@ -57,7 +58,7 @@ struct WideBackwardConfig {
     Pipeline<kStages> q_pipeline;
     Pipeline<kDoutStages> dout_pipeline;
     Pipeline<kPStages> p_pipeline;
-    Pipeline<kDqStages> dq_pipeline;
+    Pipeline<kDqStages, kDqFullBarriers> dq_pipeline;
     uint64_t ds_full;       // this thread block's part of dS
     uint64_t peer_ds_full;  // the other's
     uint64_t ds_empty;      // both thread blocks have read both parts

@@ -379,7 +379,7 @@ __device__ void consume_ds(typename Config::SharedStorage& shared, int steps, in
       for (int n = 0; n < kTiles; ++n) {
         target[n * 32] = make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]);
       }
-      arrive_of_warp(shared.dq_pipeline.full[dq_state.stage()], lane);
+      arrive_of_warp(shared.dq_pipeline.full_of(dq_state), lane);
       dq_state.advance();
     }
   }
