@@ -79,13 +79,24 @@ struct ScoreTransform {
         on_derivative(m, n, j, 1.f - score * score);
       });
     }
-    if (slope != 0.f) {
-      const auto distance = static_cast<float>(key - query - shift);  // of the first score
-      for_each(scores, [&](float& score, int m, int n, int j) {
-        const Place behind = place_behind<kRows>(m, n, j);
-        score -= slope * fabsf(distance + static_cast<float>(behind.key - behind.query));
-      });
-    }
+    add_bias<kRows>(scores, query, key);
+  }
+
+  // ALiBi alone.
+  template <Rows kRows = Rows::kQueries, int kRowTiles, int kColTiles>
+  __device__ void add_bias(float (&scores)[kRowTiles][kColTiles][4], int query, int key) const {
+    if (slope == 0.f) return;
+    for_each(scores, [&](float& score, int m, int n, int j) {
+      score -= penalty<kRows>(query, key, m, n, j);
+    });
+  }
+
+  // What ALiBi takes from a score.
+  template <Rows kRows>
+  __device__ float penalty(int query, int key, int m, int n, int j) const {
+    const Place behind = place_behind<kRows>(m, n, j);
+    const auto distance = static_cast<float>(key - query - shift);  // of the first score
+    return slope * fabsf(distance + static_cast<float>(behind.key - behind.query));
   }
 };
 

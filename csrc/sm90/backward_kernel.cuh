@@ -207,34 +207,39 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         // Behind S^T: dV, dK and dP^T.
         if (half > 0) ptx::wgmma_wait<3>(p[half][0]);
 
-        float derivative[1][kFull ? kRows / 8 : 1][4];  // of the score transform
-        const bool curved =
-            transform_scores<kFull>(p[half], derivative, params, range.mask, tile.batch, step.head,
-                                    query_begin, n_begin + first_key, lane);
-        load_statistic(delta, statistics + kBlockM);
-        exponentiate(p[half], lse, scale_log2);
-
+        const int key_begin = n_begin + first_key;
+        mask_scores(p[half], range.mask, query_begin, key_begin, lane);
         uint32_t p_operands[kSteps][4];
         uint32_t kept = ~0u;
         float scale_kept = 1.f;
         if constexpr (kFull) {
+          const ScoreTransform transform(params, tile.batch, step.head, range.mask.shift);
+          const int lane_query = query_begin + lane % 4 * 2, lane_key = key_begin + lane / 4;
           if (params.rng_state != nullptr) {
             const Dropout dropout(params, tile.batch, step.head);
             scale_kept = dropout.scale;
-            kept =
-                kept_bits<kRows / 8>(dropout, query_begin / 16, (n_begin + first_key) / 16, lane);
-            float dropped[1][kRows / 8][4];
-            for_each(p[half], [&](float& x, int m, int n, int j) {
-              dropped[m][n][j] = kept >> (n * 4 + j) & 1 ? x : 0.f;
-            });
-            pack_operands<T>(p_operands, dropped);
+            kept = kept_bits<kRows / 8>(dropout, query_begin / 16, key_begin / 16, lane);
+          }
+          if (transform.is_curved()) {
+            capped_probabilities<T>(p[half], p_operands, transform, lse, scale_log2, kept,
+                                    lane_query, lane_key);
           } else {
-            pack_operands<T>(p_operands, p[half]);
+            transform.add_bias<Rows::kKeys>(p[half], lane_query, lane_key);
+            exponentiate(p[half], lse, scale_log2);
+            if (params.rng_state != nullptr) {
+              float dropped[1][kRows / 8][4];
+              for_each(p[half], [&](float& x, int m, int n, int j) {
+                dropped[m][n][j] = kept >> (n * 4 + j) & 1 ? x : 0.f;
+              });
+              pack_operands<T>(p_operands, dropped);
+            } else {
+              pack_operands<T>(p_operands, p[half]);
+            }
           }
-          if (curved) {
-            for_each(p[half], [&](float& x, int m, int n, int j) { x *= derivative[m][n][j]; });
-          }
+          load_statistic(delta, statistics + kBlockM);
         } else {
+          load_statistic(delta, statistics + kBlockM);
+          exponentiate(p[half], lse, scale_log2);
           pack_operands<T>(p_operands, p[half]);
         }
         // Needed where dS is stored. If it stands here, for each half, its loop keeps the

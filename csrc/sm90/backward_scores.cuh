@@ -13,30 +13,14 @@
 
 namespace flash::sm90 {
 
-// A warp's 16 keys by some queries, in place: softcap and ALiBi if kFull, then the mask.
-// slopes: written if it returns true, by how much the transformed scores change with the scores
-// query, key: the warp's first
-template <bool kFull, int kColTiles, int kSlopeTiles>
-__device__ bool transform_scores(float (&scores)[1][kColTiles][4],
-                                 float (&slopes)[1][kSlopeTiles][4], const BackwardParams& params,
-                                 const Mask& mask, int batch, int head, int query, int key,
-                                 int lane) {
-  const int lane_query = query + lane % 4 * 2, lane_key = key + lane / 4;
-  const auto mask_scores = [&] {
-    if (!mask.cuts(query, kColTiles * 8, key, 16)) return;
-    apply_mask<Rows::kKeys>(
-        scores, mask, [&](int, int upper) { return lane_key + upper * 8; }, lane_query);
-  };
-  bool curved = false;
-  if constexpr (kFull) {
-    const ScoreTransform transform(params, batch, head, mask.shift);
-    curved = transform.is_curved();
-    transform.apply<Rows::kKeys>(
-        scores, lane_query, lane_key, mask_scores,
-        [&](int m, int n, int j, float slope) { slopes[m][n][j] = slope; });
-  }
-  mask_scores();
-  return curved;
+// Sets scores of invisible keys to -inf. query, key: the warp's first
+template <int kColTiles>
+__device__ void mask_scores(float (&scores)[1][kColTiles][4], const Mask& mask, int query, int key,
+                            int lane) {
+  if (!mask.cuts(query, kColTiles * 8, key, 16)) return;
+  const int lane_key = key + lane / 4;
+  apply_mask<Rows::kKeys>(
+      scores, mask, [&](int, int upper) { return lane_key + upper * 8; }, query + lane % 4 * 2);
 }
 
 // What a lane needs of a statistic in shared memory: of queries 8 n and 8 n + 1, from its first on.
@@ -102,6 +86,41 @@ __device__ uint32_t kept_bits(const Dropout& dropout, int query_tile, int key_ti
     }
   }
   return bits;
+}
+
+// With a soft cap, of a warp's masked 16 keys by some queries: P^T as operands of dV, without what
+// dropout drops. S^T becomes P^T times the derivative of the score transform: there are no
+// registers for the derivative of all.
+// lse: in units of log 2; kept: see kept_bits; query, key: of the lane's first score
+template <typename T, int kSteps>
+__device__ void capped_probabilities(float (&scores)[1][2 * kSteps][4],
+                                     uint32_t (&operands)[kSteps][4],
+                                     const ScoreTransform& transform,
+                                     const float2 (&lse)[2 * kSteps], float scale_log2,
+                                     uint32_t kept, int query, int key) {
+  const float inner = transform.scale / transform.softcap;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      float capped[4], p[4];  // neighbouring queries, and those 8 behind
+#pragma unroll
+      for (int i = 0; i < 4; ++i) capped[i] = scores[0][2 * k + i / 2][j + i % 2] * inner;
+      fast_tanh(capped);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = 2 * k + i / 2, column = j + i % 2;
+        float& score = scores[0][n][column];
+        const float biased = capped[i] - transform.penalty<Rows::kKeys>(query, key, 0, n, column);
+        const float shift = i % 2 == 0 ? lse[n].x : lse[n].y;
+        p[i] = score == -INFINITY ? 0.f : ptx::ex2(fmaf(biased, scale_log2, -shift));
+        score = p[i] * (1.f - capped[i] * capped[i]);
+        if ((kept >> (n * 4 + column) & 1) == 0) p[i] = 0.f;
+      }
+      operands[k][j / 2] = pack(p[0], p[1], T());
+      operands[k][2 + j / 2] = pack(p[2], p[3], T());
+    }
+  }
 }
 
 }  // namespace flash::sm90

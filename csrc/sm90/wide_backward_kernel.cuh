@@ -212,40 +212,42 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
     load_statistic(lse, shared.statistics[stage] + lane % 4 * 2);
     ptx::wgmma_wait<0>(p[0]);
 
-    float derivative[1][Config::kFull ? kBlockM / 8 : 1][4];  // of the score transform
-    const bool curved =
-        transform_scores<Config::kFull>(p, derivative, params, range.mask, tile.batch, step.head,
-                                        step.m_block * kBlockM, keys.first, lane);
-    exponentiate(p, lse, scale_log2);
-    shared.q_pipeline.release(q_state, lane);
-
-    uint32_t p_operands[kSteps][4];
-    pack_operands<T>(p_operands, p);
-    const auto hand_over = [&](const uint32_t (&x)[kSteps][4]) {
-      shared.p_pipeline.wait_empty(p_state);
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        shared.p[stage][k][thread] = make_uint4(x[k][0], x[k][1], x[k][2], x[k][3]);
-      }
-      arrive_of_warp(shared.p_pipeline.full[stage], lane);
-    };
-    if (!curved) hand_over(p_operands);
+    const int query_begin = step.m_block * kBlockM;
+    mask_scores(p, range.mask, query_begin, keys.first, lane);
+    // P^T, and what dS is computed from: times the derivative of the score transform.
+    uint32_t p_operands[kSteps][4], curved_operands[kSteps][4];
     if constexpr (Config::kFull) {
-      if (curved) {
-        uint32_t curved_operands[kSteps][4];
-        float x[1][kBlockM / 8][4];
-        for_each(x, [&](float& y, int m, int n, int j) { y = p[m][n][j] * derivative[m][n][j]; });
-        pack_operands<T>(curved_operands, x);
-        hand_over(curved_operands);
-      }
+      const ScoreTransform transform(params, tile.batch, step.head, range.mask.shift);
+      const int lane_query = query_begin + lane % 4 * 2, lane_key = keys.first + lane / 4;
+      uint32_t kept = ~0u;
       if (params.rng_state != nullptr) {
         const Dropout dropout(params, tile.batch, step.head);
-        const uint32_t kept =
-            kept_bits<kBlockM / 8>(dropout, step.m_block * kBlockM / 16, keys.first / 16, lane);
+        kept = kept_bits<kBlockM / 8>(dropout, query_begin / 16, keys.first / 16, lane);
+      }
+      if (transform.is_curved()) {
+        capped_probabilities<T>(p, p_operands, transform, lse, scale_log2, kept, lane_query,
+                                lane_key);
+        pack_operands<T>(curved_operands, p);
+      } else {
+        transform.add_bias<Rows::kKeys>(p, lane_query, lane_key);
+        exponentiate(p, lse, scale_log2);
+        pack_operands<T>(curved_operands, p);
         for_each(p, [&](float& x, int, int n, int j) { x = kept >> (n * 4 + j) & 1 ? x : 0.f; });
         pack_operands<T>(p_operands, p);
       }
+    } else {
+      exponentiate(p, lse, scale_log2);
+      pack_operands<T>(p_operands, p);
+      pack_operands<T>(curved_operands, p);
     }
+    shared.q_pipeline.release(q_state, lane);
+    shared.p_pipeline.wait_empty(p_state);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const uint32_t (&x)[4] = curved_operands[k];
+      shared.p[stage][k][thread] = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+    arrive_of_warp(shared.p_pipeline.full[stage], lane);
     shared.dout_pipeline.wait_full(dout_state);
     const int dout_stage = Config::kDoutStages == 1 ? 0 : stage;
     start_accumulate<T, kBlockM>(dv[0], p_operands, shared.dout[dout_stage]);
