@@ -17,7 +17,7 @@
 //
 // dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
 // dQ. The causal or window mask: KeyTileRange takes the blocks of queries that see some key,
-// `transform_scores` hides single keys (common/mask.h).
+// `scores_to_probabilities` hides single keys (common/mask.h).
 #pragma once
 
 #include <cuda.h>
@@ -207,41 +207,12 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         // Behind S^T: dV, dK and dP^T.
         if (half > 0) ptx::wgmma_wait<3>(p[half][0]);
 
-        const int key_begin = n_begin + first_key;
-        mask_scores(p[half], range.mask, query_begin, key_begin, lane);
+        if (!kFull) load_statistic(delta, statistics + kBlockM);
         uint32_t p_operands[kSteps][4];
-        uint32_t kept = ~0u;
-        float scale_kept = 1.f;
-        if constexpr (kFull) {
-          const ScoreTransform transform(params, tile.batch, step.head, range.mask.shift);
-          const int lane_query = query_begin + lane % 4 * 2, lane_key = key_begin + lane / 4;
-          if (params.rng_state != nullptr) {
-            const Dropout dropout(params, tile.batch, step.head);
-            scale_kept = dropout.scale;
-            kept = kept_bits<kRows / 8>(dropout, query_begin / 16, key_begin / 16, lane);
-          }
-          if (transform.is_curved()) {
-            capped_probabilities<T>(p[half], p_operands, transform, lse, scale_log2, kept,
-                                    lane_query, lane_key);
-          } else {
-            transform.add_bias<Rows::kKeys>(p[half], lane_query, lane_key);
-            exponentiate(p[half], lse, scale_log2);
-            if (params.rng_state != nullptr) {
-              float dropped[1][kRows / 8][4];
-              for_each(p[half], [&](float& x, int m, int n, int j) {
-                dropped[m][n][j] = kept >> (n * 4 + j) & 1 ? x : 0.f;
-              });
-              pack_operands<T>(p_operands, dropped);
-            } else {
-              pack_operands<T>(p_operands, p[half]);
-            }
-          }
-          load_statistic(delta, statistics + kBlockM);
-        } else {
-          load_statistic(delta, statistics + kBlockM);
-          exponentiate(p[half], lse, scale_log2);
-          pack_operands<T>(p_operands, p[half]);
-        }
+        const uint32_t kept = scores_to_probabilities<T, kFull>(
+            p[half], p_operands, params, range.mask, scale_log2, lse, tile.batch, step.head,
+            query_begin, n_begin + first_key, lane);
+        if (kFull) load_statistic(delta, statistics + kBlockM);
         // Needed where dS is stored. If it stands here, for each half, its loop keeps the
         // exponentials in front of the wait for dP^T: ptxas would move most of them behind that.
         if (kEarlyP) shared.ds_pipeline.wait_empty(ds_state);
@@ -251,7 +222,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         if constexpr (kFull) {
           if (params.rng_state != nullptr) {
             for_each(ds, [&](float& x, int, int n, int j) {
-              x = kept >> (n * 4 + j) & 1 ? x * scale_kept : 0.f;
+              x = kept >> (n * 4 + j) & 1 ? x * params.dropout_scale : 0.f;
             });
           }
         }

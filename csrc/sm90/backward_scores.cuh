@@ -13,16 +13,6 @@
 
 namespace flash::sm90 {
 
-// Sets scores of invisible keys to -inf. query, key: the warp's first
-template <int kColTiles>
-__device__ void mask_scores(float (&scores)[1][kColTiles][4], const Mask& mask, int query, int key,
-                            int lane) {
-  if (!mask.cuts(query, kColTiles * 8, key, 16)) return;
-  const int lane_key = key + lane / 4;
-  apply_mask<Rows::kKeys>(
-      scores, mask, [&](int, int upper) { return lane_key + upper * 8; }, query + lane % 4 * 2);
-}
-
 // What a lane needs of a statistic in shared memory: of queries 8 n and 8 n + 1, from its first on.
 template <int kColTiles>
 __device__ void load_statistic(float2 (&x)[kColTiles], const float* statistic) {
@@ -88,16 +78,27 @@ __device__ uint32_t kept_bits(const Dropout& dropout, int query_tile, int key_ti
   return bits;
 }
 
-// With a soft cap, of a warp's masked 16 keys by some queries: P^T as operands of dV, without what
-// dropout drops. S^T becomes P^T times the derivative of the score transform: there are no
-// registers for the derivative of all.
-// lse: in units of log 2; kept: see kept_bits; query, key: of the lane's first score
-template <typename T, int kSteps>
+// Operands of which only what `kept` says is not zero; see kept_bits.
+template <int kSteps>
+__device__ void keep_operands(uint32_t (&a)[kSteps][4], uint32_t kept) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = kept >> ((2 * k + i / 2) * 4 + i % 2 * 2);
+      a[k][i] &= (pair & 1 ? 0x0000ffffu : 0) | (pair & 2 ? 0xffff0000u : 0);
+    }
+  }
+}
+
+// With a soft cap, without a mask: `operands` are P^T. S^T becomes P^T times the derivative of the
+// score transform, a few scores at a time: there are no registers for the derivative of all.
+// lse: in units of log 2; query, key: of the lane's first score
+template <typename T, bool kBiased, int kSteps>
 __device__ void capped_probabilities(float (&scores)[1][2 * kSteps][4],
                                      uint32_t (&operands)[kSteps][4],
-                                     const ScoreTransform& transform,
-                                     const float2 (&lse)[2 * kSteps], float scale_log2,
-                                     uint32_t kept, int query, int key) {
+                                     const ScoreTransform& transform, float scale_log2,
+                                     const float2 (&lse)[2 * kSteps], int query, int key) {
   const float inner = transform.scale / transform.softcap;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -110,17 +111,74 @@ __device__ void capped_probabilities(float (&scores)[1][2 * kSteps][4],
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int n = 2 * k + i / 2, column = j + i % 2;
-        float& score = scores[0][n][column];
-        const float biased = capped[i] - transform.penalty<Rows::kKeys>(query, key, 0, n, column);
+        const float penalty =
+            kBiased ? transform.penalty<Rows::kKeys>(query, key, 0, n, column) : 0.f;
         const float shift = i % 2 == 0 ? lse[n].x : lse[n].y;
-        p[i] = score == -INFINITY ? 0.f : ptx::ex2(fmaf(biased, scale_log2, -shift));
-        score = p[i] * (1.f - capped[i] * capped[i]);
-        if ((kept >> (n * 4 + column) & 1) == 0) p[i] = 0.f;
+        p[i] = ptx::ex2(fmaf(capped[i] - penalty, scale_log2, -shift));
+        scores[0][n][column] = p[i] * fmaf(-capped[i], capped[i], 1.f);
       }
       operands[k][j / 2] = pack(p[0], p[1], T());
       operands[k][2 + j / 2] = pack(p[2], p[3], T());
     }
   }
+}
+
+// Of a warp's 16 keys by some queries: S^T becomes P^T, times the derivative of the score
+// transform; `operands` are P^T without what dropout drops. Returns what it keeps: see kept_bits.
+// lse: in units of log 2; query, key: the warp's first
+template <typename T, bool kFull, int kSteps>
+__device__ uint32_t scores_to_probabilities(float (&scores)[1][2 * kSteps][4],
+                                            uint32_t (&operands)[kSteps][4],
+                                            const BackwardParams& params, const Mask& mask,
+                                            float scale_log2, const float2 (&lse)[2 * kSteps],
+                                            int batch, int head, int query, int key, int lane) {
+  const int lane_query = query + lane % 4 * 2, lane_key = key + lane / 4;
+  const bool cut = mask.cuts(query, kSteps * 16, key, 16);
+  const auto mask_scores = [&] {
+    apply_mask<Rows::kKeys>(
+        scores, mask, [&](int, int upper) { return lane_key + upper * 8; }, lane_query);
+  };
+  uint32_t kept = ~0u;
+  if constexpr (kFull) {
+    const bool drops = params.rng_state != nullptr;
+    if (drops) {
+      kept = kept_bits<kSteps * 2>(Dropout(params, batch, head), query / 16, key / 16, lane);
+    }
+    const ScoreTransform transform(params, batch, head, mask.shift);
+    if (transform.is_curved()) {
+      if (transform.slope == 0.f) {
+        capped_probabilities<T, false>(scores, operands, transform, scale_log2, lse, lane_query,
+                                       lane_key);
+      } else {
+        capped_probabilities<T, true>(scores, operands, transform, scale_log2, lse, lane_query,
+                                      lane_key);
+      }
+      uint32_t visible = ~0u;
+      if (cut) {
+        mask_scores();
+        for_each(scores, [&](float& x, int, int n, int j) {
+          if (x != -INFINITY) return;
+          x = 0.f;
+          visible &= ~(1u << (n * 4 + j));
+        });
+      }
+      if (cut || drops) keep_operands(operands, visible & kept);
+      return kept;
+    }
+    transform.add_bias<Rows::kKeys>(scores, lane_query, lane_key);
+  }
+  if (cut) mask_scores();
+  exponentiate(scores, lse, scale_log2);
+  if (kFull && params.rng_state != nullptr) {
+    float dropped[1][2 * kSteps][4];
+    for_each(scores, [&](float& x, int m, int n, int j) {
+      dropped[m][n][j] = kept >> (n * 4 + j) & 1 ? x : 0.f;
+    });
+    pack_operands<T>(operands, dropped);
+  } else {
+    pack_operands<T>(operands, scores);
+  }
+  return kept;
 }
 
 }  // namespace flash::sm90

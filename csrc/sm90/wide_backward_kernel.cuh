@@ -212,34 +212,11 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
     load_statistic(lse, shared.statistics[stage] + lane % 4 * 2);
     ptx::wgmma_wait<0>(p[0]);
 
-    const int query_begin = step.m_block * kBlockM;
-    mask_scores(p, range.mask, query_begin, keys.first, lane);
-    // P^T, and what dS is computed from: times the derivative of the score transform.
     uint32_t p_operands[kSteps][4], curved_operands[kSteps][4];
-    if constexpr (Config::kFull) {
-      const ScoreTransform transform(params, tile.batch, step.head, range.mask.shift);
-      const int lane_query = query_begin + lane % 4 * 2, lane_key = keys.first + lane / 4;
-      uint32_t kept = ~0u;
-      if (params.rng_state != nullptr) {
-        const Dropout dropout(params, tile.batch, step.head);
-        kept = kept_bits<kBlockM / 8>(dropout, query_begin / 16, keys.first / 16, lane);
-      }
-      if (transform.is_curved()) {
-        capped_probabilities<T>(p, p_operands, transform, lse, scale_log2, kept, lane_query,
-                                lane_key);
-        pack_operands<T>(curved_operands, p);
-      } else {
-        transform.add_bias<Rows::kKeys>(p, lane_query, lane_key);
-        exponentiate(p, lse, scale_log2);
-        pack_operands<T>(curved_operands, p);
-        for_each(p, [&](float& x, int, int n, int j) { x = kept >> (n * 4 + j) & 1 ? x : 0.f; });
-        pack_operands<T>(p_operands, p);
-      }
-    } else {
-      exponentiate(p, lse, scale_log2);
-      pack_operands<T>(p_operands, p);
-      pack_operands<T>(curved_operands, p);
-    }
+    scores_to_probabilities<T, Config::kFull>(p, p_operands, params, range.mask, scale_log2, lse,
+                                              tile.batch, step.head, step.m_block * kBlockM,
+                                              keys.first, lane);
+    pack_operands<T>(curved_operands, p);
     shared.q_pipeline.release(q_state, lane);
     shared.p_pipeline.wait_empty(p_state);
 #pragma unroll
