@@ -138,12 +138,11 @@ __device__ uint32_t scores_to_probabilities(float (&scores)[1][2 * kSteps][4],
     apply_mask<Rows::kKeys>(
         scores, mask, [&](int, int upper) { return lane_key + upper * 8; }, lane_query);
   };
-  uint32_t kept = ~0u;
+  const bool drops = kFull && params.rng_state != nullptr;
+  const auto kept_of_dropout = [&] {
+    return kept_bits<kSteps * 2>(Dropout(params, batch, head), query / 16, key / 16, lane);
+  };
   if constexpr (kFull) {
-    const bool drops = params.rng_state != nullptr;
-    if (drops) {
-      kept = kept_bits<kSteps * 2>(Dropout(params, batch, head), query / 16, key / 16, lane);
-    }
     const ScoreTransform transform(params, batch, head, mask.shift);
     if (transform.is_curved()) {
       if (transform.slope == 0.f) {
@@ -162,6 +161,7 @@ __device__ uint32_t scores_to_probabilities(float (&scores)[1][2 * kSteps][4],
           visible &= ~(1u << (n * 4 + j));
         });
       }
+      const uint32_t kept = drops ? kept_of_dropout() : ~0u;
       if (cut || drops) keep_operands(operands, visible & kept);
       return kept;
     }
@@ -169,15 +169,16 @@ __device__ uint32_t scores_to_probabilities(float (&scores)[1][2 * kSteps][4],
   }
   if (cut) mask_scores();
   exponentiate(scores, lse, scale_log2);
-  if (kFull && params.rng_state != nullptr) {
-    float dropped[1][2 * kSteps][4];
-    for_each(scores, [&](float& x, int m, int n, int j) {
-      dropped[m][n][j] = kept >> (n * 4 + j) & 1 ? x : 0.f;
-    });
-    pack_operands<T>(operands, dropped);
-  } else {
+  if (!drops) {
     pack_operands<T>(operands, scores);
+    return ~0u;
   }
+  const uint32_t kept = kept_of_dropout();
+  float dropped[1][2 * kSteps][4];
+  for_each(scores, [&](float& x, int m, int n, int j) {
+    dropped[m][n][j] = kept >> (n * 4 + j) & 1 ? x : 0.f;
+  });
+  pack_operands<T>(operands, dropped);
   return kept;
 }
 
