@@ -50,11 +50,12 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   schedule.blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
   const int64_t heads = int64_t{params.batch} * params.nheads_kv, tiles = schedule.blocks * heads;
   if (tiles > INT_MAX) refuse_tiles(tiles);
-  const BackwardPlan plan = plan_backward(params, Config::kBlockM, Config::kBlockN,
-                                          Config::kCluster, Config::kHeadDim, Config::kHeadDimV);
+  const BackwardPlan plan = plan_backward(params, Config::kBlockM, Config::kBlockN, workers,
+                                          Config::kHeadDim, Config::kHeadDimV);
   schedule.splits = plan.splits;
-  schedule.tiles = static_cast<int>(tiles) * plan.splits;
-  schedule.section = plan.section * plan.splits;
+  schedule.tiles = static_cast<int>(tiles);
+  schedule.whole = plan.whole;
+  schedule.section = plan.section;
   schedule.clear_tail_q = params.cu_seqlens_q != nullptr;
   schedule.clear_tail_k = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr;
   schedule.lengths_on_device =
@@ -67,7 +68,7 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   const int64_t least = params.cu_seqlens_k == nullptr ? 1 : params.nheads_kv;
   schedule.rotated = params.deterministic && !schedule.lone && !masked && together >= least;
   if (schedule.rotated) {
-    schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
+    schedule.section = static_cast<int>(std::min(heads, together));
   }
   schedule.last_section = schedule.section;
   return schedule;
@@ -132,13 +133,13 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
   }
   if (schedule.splits > 1) {
-    wanted.add(
-        "partial_dkv", params.partial_dkv,
-        int64_t{1} * schedule.tiles * Config::kBlockN * (Config::kHeadDim + Config::kHeadDimV));
+    wanted.add("partial_dkv", params.partial_dkv,
+               int64_t{1} * (schedule.tiles - schedule.whole) * schedule.splits * Config::kBlockN *
+                   (Config::kHeadDim + Config::kHeadDimV));
   }
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t key_tiles = params.cu_seqlens_k == nullptr
-                                ? schedule.tiles
+                                ? schedule.tickets()
                                 : (params.total_k / Config::kBlockN + int64_t{1} * params.batch) *
                                       params.nheads_kv * schedule.splits;
   if (key_tiles > INT_MAX) refuse_tiles(key_tiles);
@@ -167,8 +168,8 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
            Config::kThreads, kSharedBytes, stream, "launch of the sm90 backward kernel", bound,
            maps, schedule, scale_log2);
     if (schedule.splits > 1) {
-      const dim3 parts_grid(schedule.blocks * schedule.heads,
-                            (Config::kHeadDim + Config::kHeadDimV) / kPartCols, bound.batch);
+      const dim3 parts_grid(schedule.tiles - schedule.whole,
+                            (Config::kHeadDim + Config::kHeadDimV) / kPartCols);
       launch_overlapping(backward_parts_kernel<Config>, parts_grid, Config::kBlockN * 2, 0, stream,
                          "launch of the sm90 parts kernel", bound, schedule);
     }

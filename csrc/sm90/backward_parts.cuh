@@ -15,8 +15,8 @@
 
 namespace flash::sm90 {
 
-// The workspace: for each tile and part (16 keys, columns of dK and then of dV / 8, 32 lanes),
-// accumulators of m16n8.
+// The workspace: for each divided tile and part (16 keys, columns of dK and then of dV / 8, 32
+// lanes), accumulators of m16n8.
 template <typename Config>
 struct PartLayout {
   static constexpr int kColTiles = (Config::kHeadDim + Config::kHeadDimV) / 8;
@@ -24,10 +24,9 @@ struct PartLayout {
 
   // Of the first part. group: 16 keys of the tile
   static __device__ float4* place(const BackwardParams& params, const BackwardSchedule& schedule,
-                                  int batch, int head, int n_block, int group) {
-    const int64_t tile = (int64_t{1} * batch * schedule.heads + head) * schedule.blocks + n_block;
-    return reinterpret_cast<float4*>(params.partial_dkv) + tile * schedule.splits * kPartSize +
-           group * (kColTiles * 32);
+                                  const Tile& tile, int group) {
+    return reinterpret_cast<float4*>(params.partial_dkv) +
+           int64_t{tile.place} * schedule.splits * kPartSize + group * (kColTiles * 32);
   }
 };
 
@@ -60,20 +59,20 @@ __device__ void finish_gradient(const BackwardParams& params, const BackwardSche
                                 const Tile& tile, int n_block, int group,
                                 float (&x)[1][kColTiles][4], int lane) {
   using Layout = PartLayout<Config>;
-  if (schedule.splits == 1) {
+  if (tile.parts == 1) {
     const int key = n_block * Config::kBlockN + group * 16;
     store_gradient<Config, kOfV>(params, tile.batch, tile.head_kv, key, 0, x, lane);
   } else {
-    leave_part(Layout::place(params, schedule, tile.batch, tile.head_kv, n_block, group) +
-                   tile.part * Layout::kPartSize + (kOfV ? Config::kHeadDim / 8 * 32 : 0),
+    leave_part(Layout::place(params, schedule, tile, group) + tile.part * Layout::kPartSize +
+                   (kOfV ? Config::kHeadDim / 8 * 32 : 0),
                x, lane);
   }
 }
 
 constexpr int kPartCols = 32;  // of a thread block of the parts kernel
 
-// Adds up the parts. Grid: (tiles of a sequence * nheads_kv, columns of dK and of dV / kPartCols,
-// batch); a warp takes 16 keys.
+// Adds up the parts. Grid: (divided tiles, columns of dK and of dV / kPartCols); of packed
+// sequences all places of tiles, whether there is one or not. A warp takes 16 keys.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kBlockN * 2)
     backward_parts_kernel(const __grid_constant__ BackwardParams params,
@@ -81,19 +80,28 @@ __global__ void __launch_bounds__(Config::kBlockN * 2)
   using Layout = PartLayout<Config>;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
-  const int batch = blockIdx.z, head = blockIdx.x % schedule.heads;
-  const int n_block = blockIdx.x / schedule.heads;
-  if (n_block * Config::kBlockN >= Sequence(params, batch).seqlen_k) return;
+  const int place = blockIdx.x, batch_head = place / schedule.blocks;
+  const Tile tile = params.cu_seqlens_k == nullptr ? dense_tile(schedule, schedule.whole + place)
+                                                   : Tile{place % schedule.blocks,
+                                                          batch_head % schedule.heads,
+                                                          batch_head % schedule.heads,
+                                                          batch_head / schedule.heads,
+                                                          0,
+                                                          schedule.splits,
+                                                          place};
+  const KeyTileRange<Config> range(params, schedule, tile);
+  if (range.n_begin < 0 || range.n_begin >= range.sequence.seqlen_k) return;
   const int group = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const int col = blockIdx.y * kPartCols, key = n_block * Config::kBlockN + group * 16;
-  const float4* part = Layout::place(params, schedule, batch, head, n_block, group) + col / 8 * 32;
+  const int col = blockIdx.y * kPartCols, key = range.n_begin + group * 16;
+  const float4* part = Layout::place(params, schedule, tile, group) + col / 8 * 32;
   float x[1][kPartCols / 8][4] = {};
 #pragma unroll 4
   for (int i = 0; i < schedule.splits; ++i) add_part(x, part + i * Layout::kPartSize, lane);
   if (col < Config::kHeadDim) {
-    store_gradient<Config, false>(params, batch, head, key, col, x, lane);
+    store_gradient<Config, false>(params, tile.batch, tile.head_kv, key, col, x, lane);
   } else {
-    store_gradient<Config, true>(params, batch, head, key, col - Config::kHeadDim, x, lane);
+    store_gradient<Config, true>(params, tile.batch, tile.head_kv, key, col - Config::kHeadDim, x,
+                                 lane);
   }
 }
 

@@ -16,6 +16,9 @@ namespace {
 constexpr int kSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
 constexpr int kLeastSteps = 2;  // of a part of the longest tile
 
+// Of the tiles left over: their parts take memory, and each has its ends.
+constexpr int kMostSplits = 32, kMostRounds = 2;
+
 // What the tiles of a section read again and again takes about this much of the L2 cache: Q, dO and
 // dQ of one query head of each group. Tiles go from one to the next nearly in step.
 constexpr int64_t kSectionBytes = 24 << 20;
@@ -86,11 +89,30 @@ float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, 
   return makespan(parts, workers) + (splits > 1 ? kSumLaunch + tiles * splits * times.sum : 0);
 }
 
+// When all workers have had equally many tiles, those left over keep some busy while the others
+// wait. If all tiles are equally long, these alone may be divided.
+// steps: of a tile; time: predicted if they are not
+BackwardPlan divide_leftover(BackwardPlan plan, const PartTimes& times, int64_t tiles,
+                             int64_t steps, int workers, float time) {
+  const int64_t leftover = tiles % workers;
+  const float whole = tiles / workers * (times.ends + steps * times.step);
+  for (int splits = 2; splits <= kMostSplits && kLeastSteps * splits <= steps; ++splits) {
+    const int64_t parts = leftover * splits, rounds = (parts + workers - 1) / workers;
+    if (rounds > kMostRounds) break;
+    const float part = times.ends + times.leave + (steps + splits - 1) / splits * times.step;
+    const float divided = whole + rounds * part + kSumLaunch + parts * times.sum;
+    if (divided >= time) continue;
+    time = divided;
+    plan.splits = splits;
+    plan.whole = static_cast<int>(tiles - leftover);
+  }
+  return plan;
+}
+
 }  // namespace
 
-BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int cluster,
+BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int workers,
                            int headdim, int headdim_v) {
-  const int workers = multiprocessors() / cluster;
   const int64_t heads = int64_t{params.batch} * params.nheads_kv;
   const int64_t tiles = heads * ((params.seqlen_k + block_n - 1) / block_n);
   const int64_t head_bytes =
@@ -102,29 +124,38 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   const auto fits_cache = [&](int64_t section) { return section * head_bytes <= kSectionBytes; };
   int64_t cached = heads;
   while (!fits_cache(cached) && cached / 2 >= least_section) cached /= 2;
-  BackwardPlan best{1, static_cast<int>(cached)};
-  if (tiles == 0 || tiles > int64_t{kManyPieces} * workers) return best;
+  BackwardPlan best{1, static_cast<int>(cached), static_cast<int>(tiles)};
+  if (tiles == 0) return best;
 
   const PartTimes times = part_times(block_n, headdim, headdim_v);
   const std::vector<HeadWork> work = backward_work(params, block_m, block_n);
-  int64_t most_steps = 0;
+  int64_t least_steps = INT64_MAX, most_steps = 0;
   for (const HeadWork& x : work) {
-    for (const int64_t steps : x.steps) most_steps = std::max(most_steps, steps);
+    for (const int64_t steps : x.steps) {
+      least_steps = std::min(least_steps, steps);
+      most_steps = std::max(most_steps, steps);
+    }
   }
+  const bool many = tiles > int64_t{kManyPieces} * workers;
   float least = INFINITY;
-  for (const int splits : kSplits) {
-    if (splits > 1 && most_steps < kLeastSteps * splits) break;
-    for (int64_t section = heads; section >= least_section; section /= 2) {
-      float time =
-          predicted_time(work, times, splits, packed ? params.nheads_kv : section, workers);
-      if (!fits_cache(section)) time *= kBeyondCache;
-      if (time < least) {
-        least = time;
-        best = {splits, static_cast<int>(section)};
+  if (many) {
+    least = (tiles + workers - 1) / workers * (times.ends + most_steps * times.step);
+  } else {
+    for (const int splits : kSplits) {
+      if (splits > 1 && most_steps < kLeastSteps * splits) break;
+      for (int64_t section = heads; section >= least_section; section /= 2) {
+        float time =
+            predicted_time(work, times, splits, packed ? params.nheads_kv : section, workers);
+        if (!fits_cache(section)) time *= kBeyondCache;
+        if (time < least) {
+          least = time;
+          best = {splits, static_cast<int>(section), splits == 1 ? static_cast<int>(tiles) : 0};
+        }
       }
     }
   }
-  return best;
+  if (packed || params.deterministic || least_steps < most_steps) return best;
+  return divide_leftover(best, times, tiles, most_steps, workers, least);
 }
 
 }  // namespace flash::sm90

@@ -1,5 +1,5 @@
-// Into how many parts a Hopper backward divides the steps of its tiles, and how many heads run
-// together: what is predicted to take the least time.
+// Which tiles of a Hopper backward have their steps divided, into how many parts, and how many
+// heads run together: what is predicted to take the least time.
 #pragma once
 
 #include "params.h"
@@ -7,13 +7,14 @@
 namespace flash::sm90 {
 
 struct BackwardPlan {
-  int splits;
+  int splits;   // parts of a divided tile
   int section;  // heads of K and V, over all batch entries
+  int whole;    // tiles that are not divided: the first ones
 };
 
-// For a kernel of these head dims: steps of block_m queries, tiles of block_n keys, each of which a
-// `cluster` of thread blocks takes.
-BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int cluster,
+// For a kernel of these head dims: steps of block_m queries, tiles of block_n keys; so many workers
+// take one tile after the other.
+BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int workers,
                            int headdim, int headdim_v);
 
 }  // namespace flash::sm90

@@ -116,9 +116,9 @@ struct KeyTileRange {
     if (blocks <= 0) return {};
     const int head = tile.head_kv * group;
     const int first = schedule.rotated ? first_block() : m_blocks.end - 1;
-    if (schedule.splits == 1) return {head, first, blocks * group, first};
-    const int begin = blocks * group * tile.part / schedule.splits;
-    const int end = blocks * group * (tile.part + 1) / schedule.splits;
+    if (tile.parts == 1) return {head, first, blocks * group, first};
+    const int begin = blocks * group * tile.part / tile.parts;
+    const int end = blocks * group * (tile.part + 1) / tile.parts;
     int m_block = first - begin % blocks;
     if (m_block < m_blocks.begin) m_block += blocks;
     return {head + begin / blocks, m_block, end - begin, first};

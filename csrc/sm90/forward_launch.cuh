@@ -43,26 +43,27 @@ ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
   schedule.heads = params.nheads / schedule.group;
   schedule.heads_of_kv = schedule.heads / params.nheads_kv;
   schedule.blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
-  schedule.tiles = schedule.blocks * schedule.heads * params.batch * splits;
+  schedule.tiles = schedule.blocks * schedule.heads * params.batch;
+  schedule.whole = splits == 1 ? schedule.tiles : 0;
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   const int64_t head_bytes =
       int64_t{sizeof(typename Config::T)} * params.seqlen_k * (params.headdim + params.headdim_v);
   const int64_t all_heads_kv = int64_t{1} * params.batch * params.nheads_kv;
   const auto heads_of = [&](int64_t heads_kv) {
-    return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv *
-                            splits);
+    return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv);
   };
   schedule.section = heads_of(masked ? kSectionBytes / head_bytes : 1);
   const int64_t last_tiles =
       masked && schedule.blocks >= kMinBlocks ? int64_t{kLastTiles} * multiprocessors() : 1;
   schedule.last_section =
       std::min(heads_of(last_tiles / (int64_t{1} * schedule.blocks * schedule.heads_of_kv) + 1),
-               heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv / splits));
+               heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv));
   // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
   // they had better not be reserved for a busy thread block.
-  schedule.draw_early = !masked || (params.seqlen_k <= kDrawEarlyKeys &&
-                                    schedule.tiles > int64_t{kDrawEarlyTiles} * multiprocessors());
+  schedule.draw_early =
+      !masked || (params.seqlen_k <= kDrawEarlyKeys &&
+                  schedule.tickets() > int64_t{kDrawEarlyTiles} * multiprocessors());
   // A box may not cross pages, which leftpad_k may begin within.
   schedule.key_box_rows = params.block_table == nullptr ? Config::kBlockN
                           : params.leftpad_k != nullptr
@@ -129,7 +130,7 @@ ForwardLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t tiles =
       params.cu_seqlens_q == nullptr
-          ? schedule.tiles
+          ? schedule.tickets()
           : (params.total_q / schedule.rows + int64_t{1} * params.batch) * schedule.heads * splits;
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
   const ForwardMaps prepared = make_maps<Config>(params, schedule);

@@ -15,22 +15,44 @@ namespace flash::sm90 {
 constexpr int kTileSlots = 4;  // of tiles that are under way
 
 // What the host decides about the tiles of a launch. A tile is a block of rows of one head. Its
-// keys may be divided among thread blocks: then each part of them is a tile, and a head counts as
-// `splits` heads in a section.
+// work may be divided among thread blocks, each of which takes a part. Of dense sequences the last
+// tiles alone may be, which would leave many SMs without work; of packed ones, all or none.
 struct TileSchedule {
-  int splits;
+  int splits;        // parts of a divided tile
   int heads;         // of tiles
   int heads_of_kv;   // of these that read the same keys
   int blocks;        // tiles of one head of a dense sequence
   int section;       // heads, over all batch entries, whose K and V share the L2 cache
   int last_section;  // heads of the last one, whose short tiles keep all SMs busy to the end
   int tiles;         // in all, if sequences are dense
+  int whole;         // of these, not divided
+
+  __host__ __device__ int tickets() const { return whole + (tiles - whole) * splits; }
 };
 
 struct alignas(16) Tile {
   int block, head, head_kv, batch;  // batch -1: no tile is left
-  int part;                         // of the keys
+  int part, parts;
+  int place;  // where it leaves its parts, if it is divided
 };
+
+// Tile `number` of dense sequences. Sections of heads come one after the other; within one the last
+// blocks first: of queries they see the most keys under a causal mask.
+__device__ inline Tile dense_tile(const TileSchedule& schedule, int number) {
+  const int blocks = schedule.blocks;
+  const int early_heads = schedule.tiles / blocks - schedule.last_section;
+  int section_begin = early_heads, in_section = schedule.last_section;
+  if (number < early_heads * blocks) {
+    section_begin = number / (schedule.section * blocks) * schedule.section;
+    in_section = min(schedule.section, early_heads - section_begin);
+  }
+  const int rest = number - section_begin * blocks;
+  const int batch_head = section_begin + rest % in_section;
+  const int head = batch_head % schedule.heads;
+  return {blocks - 1 - rest / in_section, head, head / schedule.heads_of_kv,
+          batch_head / schedule.heads,    0,    1,
+          number - schedule.whole};
+}
 
 // Held by one warp; `ticket` is the same in all of its lanes. Blocks tells of the sequences:
 //   bool packed() const                 their numbers of blocks differ
@@ -60,7 +82,7 @@ class TileScheduler {
 
   // The tile of the ticket. Each tile draws one ticket; who holds the last resets the counter.
   __device__ Tile tile() {
-    const Tile tile = blocks_.packed() ? packed_tile() : dense_tile();
+    const Tile tile = blocks_.packed() ? packed_tile() : drawn_dense_tile();
     if (tile.batch < 0 && ticket_ - workers_ == tiles_ - 1 && lane_ == 0) {
       *counter_ = 0;
     }
@@ -68,31 +90,15 @@ class TileScheduler {
   }
 
  private:
-  __device__ Tile make_tile(int block, int head, int batch) const {
-    int part = 0;
-    if (schedule_.splits > 1) {
-      part = head % schedule_.splits;
-      head /= schedule_.splits;
-    }
-    return {block, head, head / schedule_.heads_of_kv, batch, part};
-  }
-  __device__ int heads() const { return schedule_.heads * schedule_.splits; }
-
-  __device__ Tile dense_tile() {
-    tiles_ = schedule_.tiles;
+  __device__ Tile drawn_dense_tile() {
+    tiles_ = schedule_.tickets();
     if (ticket_ >= tiles_) return {0, 0, 0, -1};
-    // Sections of heads one after the other; within one the last blocks first: of queries they see
-    // the most keys under a causal mask.
-    const int blocks = schedule_.blocks;
-    const int early_heads = tiles_ / blocks - schedule_.last_section;
-    int section_begin = early_heads, in_section = schedule_.last_section;
-    if (ticket_ < early_heads * blocks) {
-      section_begin = ticket_ / (schedule_.section * blocks) * schedule_.section;
-      in_section = min(schedule_.section, early_heads - section_begin);
-    }
-    const int rest = ticket_ - section_begin * blocks;
-    const int batch_head = section_begin + rest % in_section;
-    return make_tile(blocks - 1 - rest / in_section, batch_head % heads(), batch_head / heads());
+    if (ticket_ < schedule_.whole) return dense_tile(schedule_, ticket_);
+    const int rest = ticket_ - schedule_.whole;
+    Tile tile = dense_tile(schedule_, schedule_.whole + rest / schedule_.splits);
+    tile.part = rest % schedule_.splits;
+    tile.parts = schedule_.splits;
+    return tile;
   }
 
   // Sequences one after the other. Tickets of one thread block only grow, so the search goes on
@@ -101,7 +107,8 @@ class TileScheduler {
     for (;;) {
       const int batch = first_batch_ + lane_;
       int blocks = batch < blocks_.batch() ? blocks_.of_sequence(batch) : 0;
-      const int tiles = blocks * heads();
+      const int heads = schedule_.heads, splits = schedule_.splits;
+      const int tiles = blocks * heads * splits;
       int end = tiles;  // of this lane's sequence, among those of the warp
 #pragma unroll
       for (int delta = 1; delta < 32; delta *= 2) {
@@ -114,7 +121,15 @@ class TileScheduler {
         const int found = __ffs(later) - 1;
         const int within = rest - __shfl_sync(0xffffffff, end - tiles, found);
         blocks = __shfl_sync(0xffffffff, blocks, found);
-        return make_tile(blocks - 1 - within / heads(), within % heads(), first_batch_ + found);
+        const int block = blocks - 1 - within / splits / heads, head = within / splits % heads;
+        const int batch = first_batch_ + found;
+        return {block,
+                head,
+                head / schedule_.heads_of_kv,
+                batch,
+                within % splits,
+                splits,
+                (batch * heads + head) * schedule_.blocks + block};
       }
       if (first_batch_ >= blocks_.batch()) return {0, 0, 0, -1};
       tiles_ += __shfl_sync(0xffffffff, end, 31);
