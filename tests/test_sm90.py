@@ -247,6 +247,13 @@ def test_backward_in_parts(device, layout, options, headdims):
     assert_twice_the_same(problem)
 
 
+@pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
+def test_backward_of_leftover_tiles(device, headdims):
+    """Each SM gets a tile, or two SMs one or two; ten are left over, and divided."""
+    heads = torch.cuda.get_device_properties(device).multi_processor_count // 2 + 5
+    check(dense(1, 1500, 200, heads, heads, *headdims, dtype=torch.bfloat16, device=device))
+
+
 def long_sequences(device: str, headdim: int = 128, **options: Any) -> Attention:
     """The last tile of each leaves warpgroups without queries."""
     sizes = (16, 4, headdim)
