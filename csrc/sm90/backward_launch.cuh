@@ -68,7 +68,7 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   const int64_t least = params.cu_seqlens_k == nullptr ? 1 : params.nheads_kv;
   schedule.rotated = params.deterministic && !schedule.lone && !masked && together >= least;
   if (schedule.rotated) {
-    schedule.section = static_cast<int>(std::min(heads, together));
+    schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
   }
   schedule.last_section = schedule.section;
   return schedule;

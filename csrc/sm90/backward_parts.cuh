@@ -80,15 +80,9 @@ __global__ void __launch_bounds__(Config::kBlockN * 2)
   using Layout = PartLayout<Config>;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
-  const int place = blockIdx.x, batch_head = place / schedule.blocks;
-  const Tile tile = params.cu_seqlens_k == nullptr ? dense_tile(schedule, schedule.whole + place)
-                                                   : Tile{place % schedule.blocks,
-                                                          batch_head % schedule.heads,
-                                                          batch_head % schedule.heads,
-                                                          batch_head / schedule.heads,
-                                                          0,
-                                                          schedule.splits,
-                                                          place};
+  const int place = blockIdx.x;
+  const Tile tile = schedule.whole == 0 ? divided_tile(schedule, place)
+                                        : dense_tile(schedule, schedule.whole + place);
   const KeyTileRange<Config> range(params, schedule, tile);
   if (range.n_begin < 0 || range.n_begin >= range.sequence.seqlen_k) return;
   const int group = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;

@@ -68,7 +68,7 @@ std::vector<HeadWork> backward_work(const BackwardParams& params, int block_m, i
 }
 
 // Microseconds, with parts in the scheduler's order.
-// section: heads whose tiles are handed out together
+// section: parts of heads whose tiles are handed out together
 float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, int splits,
                      int64_t section, int workers) {
   const float ends = times.ends + (splits > 1 ? times.leave : 0);
@@ -76,13 +76,11 @@ float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, 
   std::vector<Work> parts;
   for (const HeadWork& x : work) {
     tiles += x.heads * x.steps.size();
-    for (int64_t left = x.heads, heads; left > 0; left -= heads) {
+    for (int64_t left = x.heads * splits, some; left > 0; left -= some) {
       // The last section is a whole one.
-      heads = left > section ? std::min(section, left - section) : left;
+      some = left > section ? std::min(section, left - section) : left;
       for (const int64_t steps : x.steps) {
-        const int64_t longer = steps % splits;
-        parts.push_back({heads * longer, ends + (steps / splits + 1) * times.step});
-        parts.push_back({heads * (splits - longer), ends + steps / splits * times.step});
+        parts.push_back({some, ends + (steps + splits - 1) / splits * times.step});
       }
     }
   }
@@ -115,15 +113,18 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
                            int headdim, int headdim_v) {
   const int64_t heads = int64_t{params.batch} * params.nheads_kv;
   const int64_t tiles = heads * ((params.seqlen_k + block_n - 1) / block_n);
+  const int group = params.nheads / params.nheads_kv;
   const int64_t head_bytes =
       int64_t{params.seqlen_q} * (2 * (params.headdim + params.headdim_v) + 4 * headdim);
-  // Sections are all heads, a half of them, a quarter. Packed sequences have none.
   const bool packed = params.cu_seqlens_k != nullptr;
+  const auto fits_cache = [&](int64_t section, int splits) {
+    return section * head_bytes <= kSectionBytes * std::max(1, splits / group);
+  };
+  // Sections are all heads, a half of them, a quarter, until they fit. Packed sequences have none.
   const int64_t least_section =
-      packed ? heads : std::min(params.deterministic ? kOrderedHeads : 1, heads);
-  const auto fits_cache = [&](int64_t section) { return section * head_bytes <= kSectionBytes; };
+      packed ? INT64_MAX : std::min(params.deterministic ? kOrderedHeads : 1, heads);
   int64_t cached = heads;
-  while (!fits_cache(cached) && cached / 2 >= least_section) cached /= 2;
+  while (!fits_cache(cached, 1) && cached / 2 >= least_section) cached /= 2;
   BackwardPlan best{1, static_cast<int>(cached), static_cast<int>(tiles)};
   if (tiles == 0) return best;
 
@@ -143,14 +144,19 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   } else {
     for (const int splits : kSplits) {
       if (splits > 1 && most_steps < kLeastSteps * splits) break;
-      for (int64_t section = heads; section >= least_section; section /= 2) {
-        float time =
-            predicted_time(work, times, splits, packed ? params.nheads_kv : section, workers);
-        if (!fits_cache(section)) time *= kBeyondCache;
+      // Where dQ is added to in order, parts of one query head wait for each other.
+      const int64_t unit = params.deterministic && group % splits != 0 ? splits : 1;
+      for (int64_t units = heads * splits / unit;; units /= 2) {
+        const int64_t section = units * unit;
+        const bool fits = fits_cache(section, splits);
+        const float time = (fits ? 1.f : kBeyondCache) *
+                           predicted_time(work, times, splits,
+                                          packed ? params.nheads_kv * splits : section, workers);
         if (time < least) {
           least = time;
           best = {splits, static_cast<int>(section), splits == 1 ? static_cast<int>(tiles) : 0};
         }
+        if (fits || units / 2 * unit < least_section) break;
       }
     }
   }

@@ -8,7 +8,7 @@ namespace flash::sm90 {
 
 struct BackwardPlan {
   int splits;   // parts of a divided tile
-  int section;  // heads of K and V, over all batch entries
+  int section;  // heads of K and V, over all batch entries; each part of a divided one counts
   int whole;    // tiles that are not divided: the first ones
 };
 

@@ -59,6 +59,8 @@ ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
   schedule.last_section =
       std::min(heads_of(last_tiles / (int64_t{1} * schedule.blocks * schedule.heads_of_kv) + 1),
                heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv));
+  schedule.section *= splits;
+  schedule.last_section *= splits;
   // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
   // they had better not be reserved for a busy thread block.
   schedule.draw_early =
