@@ -19,16 +19,19 @@ constexpr int kLeastSteps = 2;  // of a part of the longest tile
 // Of the tiles left over: their parts take memory, and each has its ends.
 constexpr int kMostSplits = 32, kMostRounds = 2;
 
-// What the tiles of a section read again and again takes about this much of the L2 cache: Q, dO and
-// dQ of one query head of each group. Tiles go from one to the next nearly in step.
-constexpr int64_t kSectionBytes = 24 << 20;
-
-// How much faster it must be predicted to be that more heads than that run together: a guess.
-constexpr float kBeyondCache = 1.05f;
+// What the parts of all tiles may take in memory: this much, or half of what dQ takes in float32.
+constexpr int64_t kPartsBytes = 64 << 20;
 
 // Where dQ is added to in order, tiles of one head wait for each other: fewer of them run at a time
 // if more heads do.
 constexpr int64_t kOrderedHeads = 16;
+
+// How much longer it takes if tiles that run at a time read so much again and again. Fitted to
+// d64 to d256, groups of 1 to 71, 512 to 16k tokens on an H200, whose L2 cache has 50 MB.
+float cache_factor(float bytes) {
+  const auto beyond = [&](int mb) { return std::max(0.f, std::log2(bytes / (mb << 20))); };
+  return 1 + 0.01f * beyond(16) + 0.12f * beyond(60);
+}
 
 // Microseconds on an H200.
 struct PartTimes {
@@ -42,69 +45,108 @@ constexpr float kSumLaunch = 3.f;
 
 PartTimes part_times(int block_n, int headdim, int headdim_v) {
   const float bytes = 4.f * block_n * (headdim + headdim_v);
-  const float sum = bytes / 2.5e6f;  // at 2.5 TB/s, most of it from the L2 cache
-  if (headdim > 128) return {6.f, headdim > 192 ? 2.6f : 2.f, bytes / 60e3f, sum};
+  const float sum = bytes / 3e6f;  // at 3 TB/s, most of it from the L2 cache
+  if (headdim > 128) return {4.f, headdim > 192 ? 2.6f : 2.1f, bytes / 60e3f, sum};
   const float step = headdim <= 64 ? 2.75f : headdim <= 96 ? 1.85f : 2.3f;
-  return {4.f, step, bytes / 30e3f, sum};
+  return {4.f, step, bytes / 50e3f, sum};
 }
 
-// Heads alike.
+// Heads of K and V that are alike.
 struct HeadWork {
   int64_t heads;
-  std::vector<int64_t> steps;  // of their tiles, from the first keys on
+  std::vector<int64_t> blocks;  // of queries, that its tiles see, from the first keys on
 };
 
-std::vector<HeadWork> backward_work(const BackwardParams& params, int block_m, int block_n) {
-  const int group = params.nheads / params.nheads_kv;
-  std::vector<HeadWork> all;
-  for (const KnownSequences& sequences : known_sequences(params)) {
-    HeadWork work{sequences.count() * params.nheads_kv, {}};
-    for (int64_t key = 0; key < sequences.keys(); key += block_n) {
-      work.steps.push_back(group * sequences.query_steps(key, key + block_n, block_m));
+// What all tiles do.
+struct BackwardWork {
+  std::vector<HeadWork> heads;
+  int64_t tiles = 0, blocks = 0;        // in all
+  int64_t least = INT64_MAX, most = 0;  // blocks of a tile
+
+  BackwardWork(const BackwardParams& params, int block_m, int block_n) {
+    for (const KnownSequences& sequences : known_sequences(params)) {
+      HeadWork work{sequences.count() * params.nheads_kv, {}};
+      for (int64_t key = 0; key < sequences.keys(); key += block_n) {
+        const int64_t seen = sequences.query_steps(key, key + block_n, block_m);
+        work.blocks.push_back(seen);
+        tiles += work.heads, blocks += work.heads * seen;
+        least = std::min(least, seen), most = std::max(most, seen);
+      }
+      heads.push_back(work);
     }
-    all.push_back(work);
   }
-  return all;
-}
+};
+
+// A division of all tiles into parts.
+struct Division {
+  int group;   // query heads
+  int splits;  // parts
+  bool ordered;
+
+  // Of the longest part of a tile. In order, it waits at each further head for the longest tile.
+  int64_t steps(int64_t blocks, int64_t most) const {
+    const int64_t all = blocks * group;
+    if (!ordered || splits >= group) return (all + splits - 1) / splits;
+    return blocks + most * (group - splits) / splits;
+  }
+  // How many heads the parts of one head read at a time. Tiles of different lengths are soon at
+  // different heads; uneven: 0 if all are equally long, to 1
+  float heads_at_a_time(float uneven) const {
+    const float heads = static_cast<float>(group) / splits;
+    return heads < 1 ? heads : 1 + (heads - 1) * uneven;
+  }
+};
 
 // Microseconds, with parts in the scheduler's order.
 // section: parts of heads whose tiles are handed out together
-float predicted_time(const std::vector<HeadWork>& work, const PartTimes& times, int splits,
+float predicted_time(const BackwardWork& work, const PartTimes& times, const Division& division,
                      int64_t section, int workers) {
+  const int splits = division.splits;
   const float ends = times.ends + (splits > 1 ? times.leave : 0);
-  int64_t tiles = 0;
+  const float sums = splits > 1 ? kSumLaunch + work.tiles * splits * times.sum : 0;
+  const auto time = [&](int64_t blocks) {
+    return ends + division.steps(blocks, work.most) * times.step;
+  };
+  const int64_t count = work.tiles * splits;
+  if (work.least == work.most) {
+    return sums + (count + workers - 1) / workers * time(work.most);
+  }
+  if (count > int64_t{kManyPieces} * workers) {
+    const float each = time(work.blocks / work.tiles);
+    return sums + count * each / workers + each / 2;
+  }
   std::vector<Work> parts;
-  for (const HeadWork& x : work) {
-    tiles += x.heads * x.steps.size();
+  for (const HeadWork& x : work.heads) {
     for (int64_t left = x.heads * splits, some; left > 0; left -= some) {
       // The last section is a whole one.
       some = left > section ? std::min(section, left - section) : left;
-      for (const int64_t steps : x.steps) {
-        parts.push_back({some, ends + (steps + splits - 1) / splits * times.step});
-      }
+      for (const int64_t blocks : x.blocks) parts.push_back({some, time(blocks)});
     }
   }
-  return makespan(parts, workers) + (splits > 1 ? kSumLaunch + tiles * splits * times.sum : 0);
+  return sums + makespan(parts, workers);
 }
+
+struct TimedPlan {
+  BackwardPlan plan;
+  float time;
+};
 
 // When all workers have had equally many tiles, those left over keep some busy while the others
 // wait. If all tiles are equally long, these alone may be divided.
-// steps: of a tile; time: predicted if they are not
-BackwardPlan divide_leftover(BackwardPlan plan, const PartTimes& times, int64_t tiles,
-                             int64_t steps, int workers, float time) {
+// best: undivided; steps: of a tile; factor: of all times
+TimedPlan divide_leftover(TimedPlan best, const PartTimes& times, int64_t tiles, int64_t steps,
+                          int workers, float factor) {
   const int64_t leftover = tiles % workers;
   const float whole = tiles / workers * (times.ends + steps * times.step);
   for (int splits = 2; splits <= kMostSplits && kLeastSteps * splits <= steps; ++splits) {
     const int64_t parts = leftover * splits, rounds = (parts + workers - 1) / workers;
     if (rounds > kMostRounds) break;
     const float part = times.ends + times.leave + (steps + splits - 1) / splits * times.step;
-    const float divided = whole + rounds * part + kSumLaunch + parts * times.sum;
-    if (divided >= time) continue;
-    time = divided;
-    plan.splits = splits;
-    plan.whole = static_cast<int>(tiles - leftover);
+    const float time = factor * (whole + rounds * part + kSumLaunch + parts * times.sum);
+    if (time >= best.time) continue;
+    best = {{splits, best.plan.section, static_cast<int>(tiles - leftover)}, time};
   }
-  return plan;
+  return best;
 }
 
 }  // namespace
@@ -112,56 +154,47 @@ BackwardPlan divide_leftover(BackwardPlan plan, const PartTimes& times, int64_t 
 BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int workers,
                            int headdim, int headdim_v) {
   const int64_t heads = int64_t{params.batch} * params.nheads_kv;
-  const int64_t tiles = heads * ((params.seqlen_k + block_n - 1) / block_n);
-  const int group = params.nheads / params.nheads_kv;
-  const int64_t head_bytes =
-      int64_t{params.seqlen_q} * (2 * (params.headdim + params.headdim_v) + 4 * headdim);
-  const bool packed = params.cu_seqlens_k != nullptr;
-  const auto fits_cache = [&](int64_t section, int splits) {
-    return section * head_bytes <= kSectionBytes * std::max(1, splits / group);
-  };
-  // Sections are all heads, a half of them, a quarter, until they fit. Packed sequences have none.
-  const int64_t least_section =
-      packed ? INT64_MAX : std::min(params.deterministic ? kOrderedHeads : 1, heads);
-  int64_t cached = heads;
-  while (!fits_cache(cached, 1) && cached / 2 >= least_section) cached /= 2;
-  BackwardPlan best{1, static_cast<int>(cached), static_cast<int>(tiles)};
-  if (tiles == 0) return best;
+  const int64_t blocks = (params.seqlen_k + block_n - 1) / block_n, tiles = heads * blocks;
+  TimedPlan best{{1, static_cast<int>(heads), static_cast<int>(tiles)}, INFINITY};
+  if (tiles == 0) return best.plan;
 
+  // Q, dO and dQ of one query head.
+  const float head_bytes =
+      1.f * params.seqlen_q * (2 * (params.headdim + params.headdim_v) + 4 * headdim);
   const PartTimes times = part_times(block_n, headdim, headdim_v);
-  const std::vector<HeadWork> work = backward_work(params, block_m, block_n);
-  int64_t least_steps = INT64_MAX, most_steps = 0;
-  for (const HeadWork& x : work) {
-    for (const int64_t steps : x.steps) {
-      least_steps = std::min(least_steps, steps);
-      most_steps = std::max(most_steps, steps);
-    }
-  }
-  const bool many = tiles > int64_t{kManyPieces} * workers;
-  float least = INFINITY;
-  if (many) {
-    least = (tiles + workers - 1) / workers * (times.ends + most_steps * times.step);
-  } else {
-    for (const int splits : kSplits) {
-      if (splits > 1 && most_steps < kLeastSteps * splits) break;
-      // Where dQ is added to in order, parts of one query head wait for each other.
-      const int64_t unit = params.deterministic && group % splits != 0 ? splits : 1;
-      for (int64_t units = heads * splits / unit;; units /= 2) {
-        const int64_t section = units * unit;
-        const bool fits = fits_cache(section, splits);
-        const float time = (fits ? 1.f : kBeyondCache) *
-                           predicted_time(work, times, splits,
-                                          packed ? params.nheads_kv * splits : section, workers);
-        if (time < least) {
-          least = time;
-          best = {splits, static_cast<int>(section), splits == 1 ? static_cast<int>(tiles) : 0};
-        }
-        if (fits || units / 2 * unit < least_section) break;
+  const BackwardWork work(params, block_m, block_n);
+  const float uneven = 2 - 2.f * work.blocks / std::max(int64_t{1}, work.most * work.tiles);
+  const int group = params.nheads / params.nheads_kv;
+  const bool packed = params.cu_seqlens_k != nullptr, ordered = params.deterministic;
+  const int64_t part_bytes = int64_t{4} * block_n * (headdim + headdim_v);
+  const int64_t most_parts_bytes =
+      std::max(kPartsBytes, int64_t{2} * params.row_tiles * params.nheads * block_m * headdim);
+  for (const int splits : kSplits) {
+    if (splits > 1 && group * work.most < kLeastSteps * splits) break;
+    if (splits > 1 && tiles * splits * part_bytes > most_parts_bytes) break;
+    const Division division{group, splits, ordered};
+    // Sections are all heads, a half of them, a quarter, as long as one keeps most workers busy.
+    // In order, parts of one query head wait for each other. Packed sequences have no sections.
+    const int64_t all = heads * splits, ordered_heads = ordered ? std::min(kOrderedHeads, all) : 1;
+    const int64_t unit = packed ? all : ordered && group % splits != 0 ? splits : 1;
+    const int64_t least_section = std::min(all, std::max(workers * 3 / 4 / blocks, ordered_heads));
+    float factor = 1;
+    for (int64_t section = all; section >= least_section; section = section / 2 / unit * unit) {
+      if (!packed) {
+        factor = cache_factor(std::min<int64_t>(section, workers) * head_bytes *
+                              division.heads_at_a_time(uneven));
       }
+      const float time =
+          factor * predicted_time(work, times, division,
+                                  packed ? params.nheads_kv * splits : section, workers);
+      if (time >= best.time) continue;
+      best = {{splits, static_cast<int>(section), splits == 1 ? static_cast<int>(tiles) : 0}, time};
+    }
+    if (splits == 1 && !packed && !ordered && work.least == work.most) {
+      best = divide_leftover(best, times, tiles, work.most * group, workers, factor);
     }
   }
-  if (packed || params.deterministic || least_steps < most_steps) return best;
-  return divide_leftover(best, times, tiles, most_steps, workers, least);
+  return best.plan;
 }
 
 }  // namespace flash::sm90

@@ -23,9 +23,18 @@ struct PipelineState {
   __device__ PipelineState next() const { return {count + 1}; }
 };
 
+// An arrival of a warp is one lane's, behind __syncwarp. compute-sanitizer's racecheck does not see
+// that __syncwarp orders what the other lanes have done before it, and reports hazards. In a build
+// for it (NVCC_APPEND_FLAGS=-DFLASH_ATTN_RACECHECK) every lane arrives, and each arrival is 32.
+#ifdef FLASH_ATTN_RACECHECK
+constexpr int kArrivingLanes = 32;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+
 // A phase of the barrier takes that many arrivals.
 __device__ inline void init_barrier(uint64_t& barrier, int arrivals) {
-  cuda::ptx::mbarrier_init(&barrier, arrivals);
+  cuda::ptx::mbarrier_init(&barrier, arrivals * kArrivingLanes);
 }
 
 // By the thread that has initialised barriers: TMA sees them. Other threads need __syncthreads.
@@ -47,27 +56,23 @@ __device__ inline void wait_for_stores(uint64_t& barrier, uint32_t phase) {
   cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
 }
 
-__device__ inline void arrive(uint64_t& barrier) { cuda::ptx::mbarrier_arrive(&barrier); }
-
-__device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) arrive(barrier);
+// By one lane.
+__device__ inline void arrive(uint64_t& barrier) {
+  for (int i = 0; i < kArrivingLanes; ++i) cuda::ptx::mbarrier_arrive(&barrier);
 }
 
-// Arrives; the phase then waits for so many bytes from TMA too.
+// By a warp.
+__device__ inline void arrive_of_warp(uint64_t& barrier, int lane) {
+  __syncwarp();
+  if (lane < kArrivingLanes) cuda::ptx::mbarrier_arrive(&barrier);
+}
+
+// By one lane; the phase then waits for so many bytes from TMA too.
 __device__ inline void arrive_expecting(uint64_t& barrier, int bytes) {
   cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
                                        cuda::ptx::space_shared, &barrier, bytes);
+  for (int i = 1; i < kArrivingLanes; ++i) cuda::ptx::mbarrier_arrive(&barrier);
 }
-
-// Arrivals of a warp that releases a stage: one lane's, behind __syncwarp. compute-sanitizer's
-// racecheck does not see that __syncwarp orders what the other lanes have read before it, and
-// reports hazards. In a build for it (NVCC_APPEND_FLAGS=-DFLASH_ATTN_RACECHECK) every lane arrives.
-#ifdef FLASH_ATTN_RACECHECK
-constexpr int kReleases = 32;
-#else
-constexpr int kReleases = 1;
-#endif
 
 // The barriers of a pipeline, in shared memory. A warp that takes some of what is filled, and does
 // not wait for the rest, misses phases: it needs more barriers than there are stages, one for each
@@ -82,7 +87,7 @@ struct Pipeline {
   // TMA brings; it is empty when so many warps have released it.
   __device__ void init(int consumers, int producers = 1) {
     for (uint64_t& barrier : full) init_barrier(barrier, producers);
-    for (uint64_t& barrier : empty) init_barrier(barrier, consumers * kReleases);
+    for (uint64_t& barrier : empty) init_barrier(barrier, consumers);
   }
 
   // A new pipeline is empty.
@@ -92,14 +97,9 @@ struct Pipeline {
   __device__ void wait_stored(State state) {
     wait_for_stores(full_of(state), Filled{state.count}.phase());
   }
+  __device__ void release(State state, int lane) { arrive_of_warp(empty[state.stage()], lane); }
   // By a lane that reads for its whole warp.
-  __device__ void release_alone(State state) {
-    for (int i = 0; i < kReleases; ++i) arrive(empty[state.stage()]);
-  }
-  __device__ void release(State state, int lane) {
-    __syncwarp();
-    if (kReleases > 1 || lane == 0) arrive(empty[state.stage()]);
-  }
+  __device__ void release_alone(State state) { arrive(empty[state.stage()]); }
 };
 
 }  // namespace flash::sm90

@@ -97,7 +97,7 @@ struct WideTiles {
     step_count += steps;
     if (steps > 0) keys.advance();
     __syncwarp();
-    if (kReleases > 1 || lane == 0) {
+    if (lane < kArrivingLanes) {
       ptx::arrive_in_cluster(ptx::map_to_rank(&shared.tiles.empty[state.stage()], 0));
     }
     state.advance();
@@ -350,7 +350,7 @@ __device__ void consume_ds(typename Config::SharedStorage& shared, int steps, in
       ptx::wgmma_wait<0>(dq);
       if (chunk == chunks.end - 1) {
         arrive_of_warp(shared.ds_empty, lane);
-        if (lane == 0) ptx::arrive_in_cluster(peer_ds_empty);
+        if (lane < kArrivingLanes) ptx::arrive_in_cluster(peer_ds_empty);
       }
       shared.dq_pipeline.wait_empty(dq_state);
       float4* const target = shared.dq[dq_state.stage()] + warp * (kTiles * 32) + lane;
