@@ -53,3 +53,7 @@ def test_tiles_of_both_orientations(tmp_path: Path) -> None:
 
 def test_rows_of_no_sequence(tmp_path: Path) -> None:
     assert output_of("gaps", tmp_path, []) == (0, "")
+
+
+def test_order_of_dense_tiles(tmp_path: Path) -> None:
+    assert output_of("dense_tiles", tmp_path, []) == (0, "")

@@ -23,11 +23,12 @@ constexpr int kMostSplits = 32, kMostRounds = 2;
 constexpr int64_t kPartsBytes = 64 << 20;
 
 // Where dQ is added to in order, tiles of one head wait for each other: fewer of them run at a time
-// if more heads do.
-constexpr int64_t kOrderedHeads = 16;
+// if more heads do. If several query heads read the same keys, tiles also drift apart.
+constexpr int64_t kOrderedHeads = 16, kOrderedGroups = 32;
 
-// How much longer it takes if tiles that run at a time read so much again and again. Fitted to
-// d64 to d256, groups of 1 to 71, 512 to 16k tokens on an H200, whose L2 cache has 50 MB.
+// How much longer it takes if tiles that run at a time read so much again and again. Fitted, as
+// the times of parts, to d64 to d256, groups of 1 to 71, 512 to 16k tokens on an H200, whose L2
+// cache has 50 MB.
 float cache_factor(float bytes) {
   const auto beyond = [&](int mb) { return std::max(0.f, std::log2(bytes / (mb << 20))); };
   return 1 + 0.01f * beyond(16) + 0.12f * beyond(60);
@@ -46,9 +47,9 @@ constexpr float kSumLaunch = 3.f;
 PartTimes part_times(int block_n, int headdim, int headdim_v) {
   const float bytes = 4.f * block_n * (headdim + headdim_v);
   const float sum = bytes / 3e6f;  // at 3 TB/s, most of it from the L2 cache
-  if (headdim > 128) return {4.f, headdim > 192 ? 2.6f : 2.1f, bytes / 60e3f, sum};
+  if (headdim > 128) return {3.f, headdim > 192 ? 2.6f : 2.1f, bytes / 60e3f, sum};
   const float step = headdim <= 64 ? 2.75f : headdim <= 96 ? 1.85f : 2.3f;
-  return {4.f, step, bytes / 50e3f, sum};
+  return {4.f, step, bytes / 40e3f, sum};
 }
 
 // Heads of K and V that are alike.
@@ -169,15 +170,19 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   const int64_t part_bytes = int64_t{4} * block_n * (headdim + headdim_v);
   const int64_t most_parts_bytes =
       std::max(kPartsBytes, int64_t{2} * params.row_tiles * params.nheads * block_m * headdim);
+  // Heads that keep workers busy: some more if tiles of the next follow at different times.
+  const int64_t busy_heads =
+      static_cast<int64_t>(std::ceil(0.9f * workers / blocks + 0.25f * uneven));
+  const int64_t ordered_heads = std::max(busy_heads, group == 1 ? kOrderedHeads : kOrderedGroups);
   for (const int splits : kSplits) {
     if (splits > 1 && group * work.most < kLeastSteps * splits) break;
     if (splits > 1 && tiles * splits * part_bytes > most_parts_bytes) break;
     const Division division{group, splits, ordered};
-    // Sections are all heads, a half of them, a quarter, as long as one keeps most workers busy.
+    // Sections are all heads, a half of them, a quarter, as long as one keeps workers busy.
     // In order, parts of one query head wait for each other. Packed sequences have no sections.
-    const int64_t all = heads * splits, ordered_heads = ordered ? std::min(kOrderedHeads, all) : 1;
+    const int64_t all = heads * splits;
     const int64_t unit = packed ? all : ordered && group % splits != 0 ? splits : 1;
-    const int64_t least_section = std::min(all, std::max(workers * 3 / 4 / blocks, ordered_heads));
+    const int64_t least_section = std::min(all, ordered ? ordered_heads : busy_heads);
     float factor = 1;
     for (int64_t section = all; section >= least_section; section = section / 2 / unit * unit) {
       if (!packed) {
