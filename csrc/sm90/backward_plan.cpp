@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "host/known_sequences.h"
@@ -75,6 +76,21 @@ struct BackwardWork {
       }
       heads.push_back(work);
     }
+  }
+
+  // How much tiles that run together differ in length, `span` of each head: from 0, if all are
+  // equally long, to 1, if they get shorter down to nothing. The mean over all steps.
+  float uneven(int64_t span) const {
+    float sum = 0;
+    const std::vector<int64_t>& lengths = heads.front().blocks;
+    for (auto first = lengths.begin(); first != lengths.end();) {
+      const auto last = first + std::min<int64_t>(span, lengths.end() - first);
+      const float steps = std::accumulate(first, last, 0.f);
+      const float longest = *std::max_element(first, last) * static_cast<float>(last - first);
+      if (steps > 0) sum += steps * 2 * (1 - steps / longest);
+      first = last;
+    }
+    return sum / std::accumulate(lengths.begin(), lengths.end(), 1e-6f);
   }
 };
 
@@ -159,20 +175,19 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   TimedPlan best{{1, static_cast<int>(heads), static_cast<int>(tiles)}, INFINITY};
   if (tiles == 0) return best.plan;
 
-  // Q, dO and dQ of one query head.
-  const float head_bytes =
-      1.f * params.seqlen_q * (2 * (params.headdim + params.headdim_v) + 4 * headdim);
   const PartTimes times = part_times(block_n, headdim, headdim_v);
   const BackwardWork work(params, block_m, block_n);
-  const float uneven = 2 - 2.f * work.blocks / std::max(int64_t{1}, work.most * work.tiles);
+  // Q, dO and dQ of one query head, as far as a tile sees them.
+  const int64_t rows = std::min<int64_t>(params.seqlen_q, work.most * block_m);
+  const float head_bytes = 1.f * rows * (2 * (params.headdim + params.headdim_v) + 4 * headdim);
   const int group = params.nheads / params.nheads_kv;
   const bool packed = params.cu_seqlens_k != nullptr, ordered = params.deterministic;
   const int64_t part_bytes = int64_t{4} * block_n * (headdim + headdim_v);
   const int64_t most_parts_bytes =
       std::max(kPartsBytes, int64_t{2} * params.row_tiles * params.nheads * block_m * headdim);
-  // Heads that keep workers busy: some more if tiles of the next follow at different times.
-  const int64_t busy_heads =
-      static_cast<int64_t>(std::ceil(0.9f * workers / blocks + 0.25f * uneven));
+  // Heads that keep workers busy: some more if some tiles end early.
+  const float early = work.least < work.most ? 0.25f : 0;
+  const int64_t busy_heads = static_cast<int64_t>(std::ceil(0.9f * workers / blocks + early));
   const int64_t ordered_heads = std::max(busy_heads, group == 1 ? kOrderedHeads : kOrderedGroups);
   for (const int splits : kSplits) {
     if (splits > 1 && group * work.most < kLeastSteps * splits) break;
@@ -186,13 +201,14 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
     float factor = 1;
     for (int64_t section = all; section >= least_section; section = section / 2 / unit * unit) {
       if (!packed) {
-        factor = cache_factor(std::min<int64_t>(section, workers) * head_bytes *
-                              division.heads_at_a_time(uneven));
+        const int64_t together = std::min<int64_t>(section, workers);
+        const float uneven = work.uneven((workers + together - 1) / together);
+        factor = cache_factor(together * head_bytes * division.heads_at_a_time(uneven));
       }
       const float time =
           factor * predicted_time(work, times, division,
                                   packed ? params.nheads_kv * splits : section, workers);
-      if (time >= best.time) continue;
+      if (time > best.time) continue;
       best = {{splits, static_cast<int>(section), splits == 1 ? static_cast<int>(tiles) : 0}, time};
     }
     if (splits == 1 && !packed && !ordered && work.least == work.most) {
