@@ -23,17 +23,21 @@ namespace flash {
 namespace {
 
 // A prepared call and where its tensors stand among the arguments and results that Python has:
-// place i >= 0 is arguments[i], place -1 - i is results[i].
+// place i >= 0 is arguments[i], place -1 - i is results[i]; each begins so many bytes behind the
+// tensor's address.
 struct PlacedCall {
   Call call;
   std::vector<int> places;
+  std::vector<int64_t> offsets;
 
-  PlacedCall at(std::vector<int> new_places) const {
-    if (new_places.size() != call.names().size()) {
-      throw std::invalid_argument("places: got " + std::to_string(new_places.size()) +
+  PlacedCall at(std::vector<int> new_places, std::vector<int64_t> new_offsets) const {
+    const size_t count = call.names().size();
+    if (new_places.size() != count || new_offsets.size() != count) {
+      throw std::invalid_argument("places, offsets: got " + std::to_string(new_places.size()) +
+                                  " and " + std::to_string(new_offsets.size()) +
                                   "; accepted: one for each of names");
     }
-    return {call, std::move(new_places)};
+    return {call, std::move(new_places), std::move(new_offsets)};
   }
 
   void launch(const py::tuple& arguments, const py::tuple& results, uintptr_t stream) const {
@@ -43,7 +47,8 @@ struct PlacedCall {
       const py::tuple& source = place < 0 ? results : arguments;
       const size_t index = place < 0 ? -1 - place : place;
       if (index >= source.size()) throw std::invalid_argument("launch: too few tensors");
-      addresses[i] = detail::address_of(PyTuple_GET_ITEM(source.ptr(), index));
+      addresses[i] = static_cast<char*>(detail::address_of(PyTuple_GET_ITEM(source.ptr(), index))) +
+                     offsets[i];
     }
     const py::gil_scoped_release release;
     call.launch(addresses.data(), reinterpret_cast<cudaStream_t>(stream));
@@ -52,7 +57,7 @@ struct PlacedCall {
 
 PlacedCall prepare(size_t kernel, const Tensors& tensors, const Numbers& numbers) {
   if (kernel >= kernels().size()) throw std::invalid_argument("kernel: no such row");
-  return {Call(*kernels()[kernel], tensors, numbers), {}};
+  return {Call(*kernels()[kernel], tensors, numbers), {}, {}};
 }
 
 using KernelRow = std::tuple<std::string, std::string, std::string, std::string, int, int,
@@ -72,12 +77,12 @@ std::vector<KernelRow> kernel_rows() {
   return rows;
 }
 
-using WorkspaceRow = std::tuple<std::string, std::string, int64_t, bool>;
+using WorkspaceRow = std::tuple<std::string, int64_t, bool>;
 
 std::vector<WorkspaceRow> workspace_rows(const PlacedCall& placed) {
   std::vector<WorkspaceRow> rows;
   for (const Workspace& x : placed.call.workspaces()) {
-    rows.emplace_back(x.name, name(x.dtype), x.elements, x.kept_zero);
+    rows.emplace_back(x.name, x.bytes, x.kept_zero);
   }
   return rows;
 }
@@ -95,10 +100,11 @@ PYBIND11_MODULE(_C, module) {
           "The tensors that a launch takes: those given, then the workspaces.")
       .def_property_readonly(
           "workspaces", &flash::workspace_rows,
-          "What to allocate for a launch: (name, dtype, elements, whether it is zero before and "
-          "after each launch).")
-      .def("at", &flash::PlacedCall::at, arg("places"),
-           "The call with a place for each of `names`: i for arguments[i], -1 - i for results[i].")
+          "What to allocate for a launch: (name, bytes, whether it is zero before and after each "
+          "launch).")
+      .def("at", &flash::PlacedCall::at, arg("places"), arg("offsets"),
+           "The call with a place for each of `names`: i for arguments[i], -1 - i for results[i]; "
+           "and how many bytes behind the tensor's address it begins.")
       .def("launch", &flash::PlacedCall::launch, arg("arguments"), arg("results"), arg("stream"),
            "Launch on `stream`, a cudaStream_t as an integer, with tensors whose shapes, strides, "
            "dtypes, devices and alignment are those that the call was prepared with.");

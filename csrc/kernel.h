@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <functional>
 #include <string_view>
-#include <type_traits>
 #include <vector>
 
 #include "params.h"
@@ -22,8 +21,7 @@ constexpr int kKeptZero = 2048;
 // Memory that a launch needs beside its arguments and results.
 struct Workspace {
   const char* name;
-  DType dtype;
-  int64_t elements;
+  int64_t bytes;
   bool kept_zero;
   size_t place;  // of the pointer to it in the operation's parameters
 };
@@ -37,12 +35,10 @@ class Workspaces {
   // pointer: the field of the parameters that it is to be written to
   template <typename T>
   void add(const char* name, T* const& pointer, int64_t elements) {
-    constexpr DType kType = std::is_same_v<T, float> ? DType::kFloat32 : DType::kInt32;
-    static_assert(std::is_same_v<T, float> || std::is_same_v<T, int>);
-    wanted_.push_back({name, kType, elements, false, place_of(pointer)});
+    wanted_.push_back({name, elements * static_cast<int64_t>(sizeof(T)), false, place_of(pointer)});
   }
   void add_kept_zero(const char* name, int* const& pointer) {
-    wanted_.push_back({name, DType::kInt32, kKeptZero, true, place_of(pointer)});
+    wanted_.push_back({name, kKeptZero * sizeof(int), true, place_of(pointer)});
   }
 
   const std::vector<Workspace>& wanted() const { return wanted_; }

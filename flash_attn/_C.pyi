@@ -8,8 +8,8 @@ KEPT_ZERO: int
 
 class Call:
     names: list[str]
-    workspaces: list[tuple[str, str, int, bool]]
-    def at(self, places: Sequence[int]) -> Call: ...
+    workspaces: list[tuple[str, int, bool]]
+    def at(self, places: Sequence[int], offsets: Sequence[int]) -> Call: ...
     def launch(
         self, arguments: tuple[Any, ...], results: tuple[Tensor, ...], stream: int
     ) -> None: ...

@@ -362,20 +362,20 @@ def test_boundary_checks_of_the_backward(changes: dict[str, Any], message: str) 
 def test_workspaces() -> None:
     """What kernels ask for, and that a launch wants a place for each of its tensors."""
     forward = prepare("forward", "cuda", kernel=place_of("forward", "sm90"))
-    counters = ("counters", "int32", cuda._C.KEPT_ZERO, True)
+    counters = ("counters", 4 * cuda._C.KEPT_ZERO, True)
     assert forward.workspaces == [counters]
     split = prepare("forward", "cuda", kernel=place_of("forward", "sm90"), num_splits=3)
     warps = 2 * 2 * 8  # of one tile for each key head of 2 sequences
     assert split.workspaces == [
         counters,
-        ("partial_out", "fp32", warps * 3 * 16 * 64, False),
-        ("partial_rows", "fp32", warps * 3 * 32 * 4, False),
+        ("partial_out", 4 * warps * 3 * 16 * 64, False),
+        ("partial_rows", 4 * warps * 3 * 32 * 4, False),
     ]
     assert prepare("forward", "cuda").workspaces == []
     tiles = 4 * 2  # of 16 queries: of 4 heads of 2 sequences of 5
-    dq_accum = ("dq_accum", "fp32", tiles * 16 * 64, False)
+    dq_accum = ("dq_accum", 4 * tiles * 16 * 64, False)
     of_parts = [  # a group of 2 heads, key blocks of 64
-        ("partial_dkv", "fp32", 2 * (2 * 2 * 64) * (64 + 64), False),
+        ("partial_dkv", 4 * 2 * (2 * 2 * 64) * (64 + 64), False),
         counters,
     ]
     assert prepare("backward", "cuda").workspaces == [dq_accum, *of_parts]
@@ -388,12 +388,12 @@ def test_workspaces() -> None:
         cu_seqlens_q=torch.tensor([0, 1, 1]).int(),  # where most rows belong to no sequence
         max_seqlen_q=1,
     )
-    dq_accum_packed = ("dq_accum", "fp32", 4 * (10 // 16 + 2) * 16 * 64, False)
+    dq_accum_packed = ("dq_accum", 4 * 4 * (10 // 16 + 2) * 16 * 64, False)
     assert packed.workspaces == [dq_accum_packed, *of_parts]
     ordered = prepare("backward", "cuda", deterministic=True)
-    assert ordered.workspaces == [dq_accum, ("dq_turn", "int32", tiles, False), *of_parts]
+    assert ordered.workspaces == [dq_accum, ("dq_turn", 4 * tiles, False), *of_parts]
     assert ordered.names[-4:] == ["dq_accum", "dq_turn", "partial_dkv", "counters"]
-    with pytest.raises(ValueError, match="^places: got 1; accepted: one for each of names"):
-        ordered.at([0])
+    with pytest.raises(ValueError, match="^places, offsets: got 1 and 1; accepted: one for each"):
+        ordered.at([0], [0])
     with pytest.raises(ValueError, match="^launch: too few tensors"):
-        forward.at(range(len(forward.names))).launch((), (), 0)
+        forward.at(range(len(forward.names)), [0] * len(forward.names)).launch((), (), 0)

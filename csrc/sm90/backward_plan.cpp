@@ -21,7 +21,8 @@ constexpr int kLeastSteps = 2;  // of a part of the longest tile
 constexpr int kMostSplits = 32, kMostRounds = 2;
 
 // What the parts of all tiles may take in memory: this much, or half of what dQ takes in float32.
-constexpr int64_t kPartsBytes = 64 << 20;
+// In order, where shorter parts wait less, all of it, as long as a part has so many queries.
+constexpr int64_t kPartsBytes = 64 << 20, kOrderedQueries = 16384;
 
 // Where dQ is added to in order, tiles of one head wait for each other: fewer of them run at a time
 // if more heads do. If several query heads read the same keys, tiles also drift apart.
@@ -100,11 +101,11 @@ struct Division {
   int splits;  // parts
   bool ordered;
 
-  // Of the longest part of a tile. In order, it waits at each further head for the longest tile.
+  // Of the longest part of a tile. In order, a part has whole heads, and waits at each further one
+  // for the longest tile.
   int64_t steps(int64_t blocks, int64_t most) const {
-    const int64_t all = blocks * group;
-    if (!ordered || splits >= group) return (all + splits - 1) / splits;
-    return blocks + most * (group - splits) / splits;
+    if (!ordered || splits > group) return (blocks * group + splits - 1) / splits;
+    return blocks + most * ((group - 1) / splits);
   }
   // How many heads the parts of one head read at a time. Tiles of different lengths are soon at
   // different heads; uneven: 0 if all are equally long, to 1
@@ -183,20 +184,23 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   const int group = params.nheads / params.nheads_kv;
   const bool packed = params.cu_seqlens_k != nullptr, ordered = params.deterministic;
   const int64_t part_bytes = int64_t{4} * block_n * (headdim + headdim_v);
-  const int64_t most_parts_bytes =
-      std::max(kPartsBytes, int64_t{2} * params.row_tiles * params.nheads * block_m * headdim);
+  const int64_t dq_bytes = int64_t{4} * params.row_tiles * params.nheads * block_m * headdim;
   // Heads that keep workers busy: some more if some tiles end early.
   const float early = work.least < work.most ? 0.25f : 0;
   const int64_t busy_heads = static_cast<int64_t>(std::ceil(0.9f * workers / blocks + early));
   const int64_t ordered_heads = std::max(busy_heads, group == 1 ? kOrderedHeads : kOrderedGroups);
   for (const int splits : kSplits) {
     if (splits > 1 && group * work.most < kLeastSteps * splits) break;
-    if (splits > 1 && tiles * splits * part_bytes > most_parts_bytes) break;
+    const bool long_parts = group * work.most * block_m >= kOrderedQueries * splits;
+    const int64_t most_bytes =
+        ordered && long_parts ? dq_bytes : std::max(kPartsBytes, dq_bytes / 2);
+    if (splits > 1 && tiles * splits * part_bytes > most_bytes) break;
     const Division division{group, splits, ordered};
     // Sections are all heads, a half of them, a quarter, as long as one keeps workers busy.
-    // In order, parts of one query head wait for each other. Packed sequences have no sections.
+    // In order, parts of one query head stay together: they wait for each other. Packed sequences
+    // have no sections.
     const int64_t all = heads * splits;
-    const int64_t unit = packed ? all : ordered && group % splits != 0 ? splits : 1;
+    const int64_t unit = packed ? all : ordered && splits > group ? splits : 1;
     const int64_t least_section = std::min(all, ordered ? ordered_heads : busy_heads);
     float factor = 1;
     for (int64_t section = all; section >= least_section; section = section / 2 / unit * unit) {

@@ -108,7 +108,8 @@ struct KeyTileRange {
     mask.shift = warp_uniform(mask.shift);
   }
 
-  // The steps of this part, head by head.
+  // The steps of this part, head by head. Where dQ is added to in order, parts that end inside of a
+  // head would wait for each other.
   __device__ StepIterator steps(const BackwardParams& params, const BackwardSchedule& schedule,
                                 const Tile& tile) const {
     const int group = params.nheads / params.nheads_kv;
@@ -117,8 +118,10 @@ struct KeyTileRange {
     const int head = tile.head_kv * group;
     const int first = schedule.rotated ? first_block() : m_blocks.end - 1;
     if (tile.parts == 1) return {head, first, blocks * group, first};
-    const int begin = blocks * group * tile.part / tile.parts;
-    const int end = blocks * group * (tile.part + 1) / tile.parts;
+    const int unit = params.dq_turn != nullptr && tile.parts <= group ? blocks : 1;
+    const int units = blocks * group / unit;
+    const int begin = units * tile.part / tile.parts * unit;
+    const int end = units * (tile.part + 1) / tile.parts * unit;
     int m_block = first - begin % blocks;
     if (m_block < m_blocks.begin) m_block += blocks;
     return {head + begin / blocks, m_block, end - begin, first};

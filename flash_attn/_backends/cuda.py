@@ -46,7 +46,7 @@ except ModuleNotFoundError as error:  # not built; an extension that is there bu
 # Tensors of (..., heads, headdim) beside q, k and v.
 _OPERANDS = {"out", "dout", "dq", "dk", "dv"}
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_WORKSPACE_DTYPES = {"fp32": torch.float32, "int32": torch.int32}
+_WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 
 # Features of a call, as messages name them where their name will not do.
 _DESCRIPTIONS = {
@@ -174,7 +174,7 @@ class Launch(NamedTuple):
     q: int  # the place of q among the arguments
     # Of each result its shape and dtype (None: that of q), or the place of the argument it is like.
     results: tuple[tuple[tuple[int, ...], torch.dtype | None, int | None], ...]
-    scratch: tuple[tuple[int, torch.dtype], ...]
+    scratch: int  # bytes of all workspaces together; 0: it takes none
     kept_zero: bool  # whether it takes _kept_zero, behind the others
 
     def __call__(self, arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -197,8 +197,8 @@ class Launch(NamedTuple):
         device = q.get_device()
         stream = torch._C._cuda_getCurrentRawStream(device)
         behind = [*results]
-        for elements, dtype in self.scratch:
-            behind.append(q.new_empty(elements, dtype=dtype))
+        if self.scratch:
+            behind.append(q.new_empty(self.scratch, dtype=torch.uint8))
         if self.kept_zero:
             behind.append(_kept_zero(device, stream))
         self.call.launch(arguments, tuple(behind), stream)
@@ -239,19 +239,26 @@ class Prepared(NamedTuple):
         return tuple(x.shape), None if x.dtype == q.dtype else x.dtype, like
 
     def _at(self, places: dict[str, int]) -> Launch:
-        workspaces = sorted(self.call.workspaces, key=lambda workspace: workspace[3])
-        behind = [*self.results, *(name for name, *_ in workspaces)]
-        place_of = {**places, **{name: -1 - i for i, name in enumerate(behind)}}
+        place_of = {**places, **{name: -1 - i for i, name in enumerate(self.results)}}
+        behind = -1 - len(self.results)
+        scratch, offsets, kept_zero = 0, {}, []
+        for name, size, is_kept_zero in self.call.workspaces:
+            if is_kept_zero:
+                kept_zero.append(name)
+            else:
+                place_of[name], offsets[name] = behind, scratch
+                scratch += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        for name in kept_zero:
+            place_of[name] = behind - (scratch > 0)
         return Launch(
-            self.call.at([place_of[name] for name in self.call.names]),
+            self.call.at(
+                [place_of[name] for name in self.call.names],
+                [offsets.get(name, 0) for name in self.call.names],
+            ),
             places["q"],
             tuple(self._recipe(name, x, places) for name, x in self.results.items()),
-            tuple(
-                (elements, _WORKSPACE_DTYPES[dtype])
-                for _, dtype, elements, kept_zero in workspaces
-                if not kept_zero
-            ),
-            any(kept_zero for *_, kept_zero in workspaces),
+            scratch,
+            bool(kept_zero),
         )
 
 
