@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
+import flash_attn_2_cuda
 from flash_attn import _backends
 
 ROUNDS = 50
@@ -29,6 +30,7 @@ def candidates(fa3_library: str | None) -> dict[str, Call]:
     q, k, v, dout = (torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     wanted = q_wanted, k_wanted, v_wanted = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse, _ = flash_attn.flash_attn_func(q_wanted, k_wanted, v_wanted, return_attn_probs=True)
+    result = out.detach()
     one = q[:, :1].contiguous()
     packed_q, packed_k, packed_v = (x.flatten(0, 1) for x in (q, k, v))
     lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
@@ -43,6 +45,11 @@ def candidates(fa3_library: str | None) -> dict[str, Call]:
         ),
         "flash_attn_func, its backward": lambda: torch.autograd.grad(
             out, wanted, dout, retain_graph=True
+        ),
+        # The operator below it, as model code calls it that does without autograd.
+        "flash_attn_2_cuda.bwd": lambda: flash_attn_2_cuda.bwd(
+            *(dout, q, k, v, result, lse, None, None, None, None),
+            *(0.0, SHAPE[-1] ** -0.5, False, -1, -1, 0.0, False),
         ),
         "flash_attn_varlen_func": lambda: flash_attn.flash_attn_varlen_func(
             packed_q, packed_k, packed_v, cu_seqlens, cu_seqlens, 78, 78
@@ -69,7 +76,6 @@ def candidates(fa3_library: str | None) -> dict[str, Call]:
         fwd, bwd = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
         longest = {"max_seqlen_q": 78, "max_seqlen_k": 78}
         lengths_of = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **longest}
-        result = out.detach()
         found |= {
             "flash_attn_3.fwd": lambda: fwd(q, k, v, num_splits=1),
             "flash_attn_3.fwd, packed": lambda: fwd(
