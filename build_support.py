@@ -83,6 +83,10 @@ KERNELS = tuple(
         ("sm90", "backward", HEADDIMS[1:]),
     )
     for dtype, headdims, features in product(CPP_DTYPES, all_headdims, CPP_FEATURES)
+) + tuple(
+    Kernel(operation, "sm80", dtype, dtype, *HEADDIMS[-1], "full")
+    for operation in ("rotary", "append")  # of any head dim, and any alignment
+    for dtype in CPP_DTYPES
 )
 
 

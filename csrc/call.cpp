@@ -68,16 +68,21 @@ using Shape = std::vector<int64_t>;
 // Reads the tensors of a call into its parameters and remembers where their addresses go.
 class Reader {
  public:
-  Reader(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers,
-         AttentionParams& params)
+  // first: the tensor whose device the others must be on
+  Reader(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers, CallParams& params,
+         const char* first)
       : kernel_(kernel),
         tensors_(tensors),
         numbers_(numbers),
         params_(params),
-        device_(get("q").device) {
-    if (device_ < 0) throw std::invalid_argument("q: on the CPU; accepted: a CUDA tensor");
+        device_(get(first).device) {
+    if (device_ < 0) {
+      throw std::invalid_argument(std::string(first) + ": on the CPU; accepted: a CUDA tensor");
+    }
   }
 
+  const Kernel& kernel() const { return kernel_; }
+  const Numbers& numbers() const { return numbers_; }
   bool has(const std::string& name) const { return tensors_.count(name) != 0; }
 
   double number(const std::string& name) const {
@@ -121,6 +126,10 @@ class Reader {
     }
     if (!valid) reject(name, tensor, shape, dtype, "contiguous");
     bind(name, target, tensor);
+  }
+
+  void require_alignment(const std::string& name) {
+    aligned_ = aligned_ && reinterpret_cast<uintptr_t>(get(name).data) % 16 == 0;
   }
 
   // Whether every operand so far can be moved 16 bytes at a time.
@@ -168,7 +177,7 @@ class Reader {
   const Kernel& kernel_;
   const Tensors& tensors_;
   const Numbers& numbers_;
-  AttentionParams& params_;
+  CallParams& params_;
   const int device_;
   bool aligned_ = true;
   std::vector<std::string> names_;
@@ -188,7 +197,8 @@ Shape lse_shape(const AttentionParams& params) {
 }
 
 template <typename Params>
-void read_common(Reader& reader, const Kernel& kernel, Params& params) {
+void read_common(Reader& reader, Params& params) {
+  const Kernel& kernel = reader.kernel();
   const TensorView &q = reader.get("q"), &k = reader.get("k"), &v = reader.get("v");
   const bool packed_q = reader.has("cu_seqlens_q"), packed_k = reader.has("cu_seqlens_k");
   if (q.ndim != (packed_q ? 3 : 4) || k.ndim != (packed_k ? 3 : 4) || v.ndim != k.ndim) {
@@ -262,30 +272,12 @@ void read_common(Reader& reader, const Kernel& kernel, Params& params) {
   }
 }
 
-void read(Reader& reader, const Kernel& kernel, ForwardParams& params) {
-  read_common(reader, kernel, params);
-  if (reader.has("block_table")) {
-    const int64_t pages = reader.get("block_table").size[1];
-    reader.contiguous("block_table", params.block_table, {params.batch, pages}, DType::kInt32);
-    params.block_table_stride = pages;
-    params.page_size = to_int("page size", reader.get("k").size[1]);
-  }
-  reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
-}
-
-void read(Reader& reader, const Kernel& kernel, BackwardParams& params) {
-  read_common(reader, kernel, params);
-  const TensorView &q = reader.get("q"), &k = reader.get("k");
-  reader.operand("dout", params.dout, rows_of(q, params.headdim_v), kernel.out_dtype);
-  reader.operand("dq", params.dq, rows_of(q, params.headdim), kernel.dtype);
-  reader.operand("dk", params.dk, rows_of(k, params.headdim), kernel.dtype);
-  reader.operand("dv", params.dv, rows_of(k, params.headdim_v), kernel.dtype);
-  reader.contiguous("dlse", params.dlse, lse_shape(params), DType::kFloat32);
-  reader.contiguous("delta", params.delta, lse_shape(params), DType::kFloat32);
-}
-
-void check_covered(const Kernel& kernel, const Numbers& numbers, const Reader& reader,
-                   const AttentionParams& params) {
+// What follows from all that was read of an attention; and whether the kernel takes it.
+void complete(const Reader& reader, AttentionParams& params) {
+  params.aligned = reader.aligned();
+  if (params.shared_memory == 0) params.shared_memory = max_shared_memory(reader.device());
+  const Kernel& kernel = reader.kernel();
+  const Numbers& numbers = reader.numbers();
   if (params.headdim > kernel.headdim || params.headdim_v > kernel.headdim_v) {
     throw std::invalid_argument("kernel: got " + describe(kernel) + " for head dimensions " +
                                 std::to_string(params.headdim) + " and " +
@@ -308,19 +300,132 @@ void check_covered(const Kernel& kernel, const Numbers& numbers, const Reader& r
   }
 }
 
+template <typename Params>
+void read_pages(Reader& reader, Params& params) {
+  if (!reader.has("block_table")) return;
+  const int64_t pages = reader.get("block_table").size[1];
+  reader.contiguous("block_table", params.block_table, {params.batch, pages}, DType::kInt32);
+  params.block_table_stride = pages;
+  params.page_size = to_int("page size", reader.get("k").size[1]);
+}
+
+void read(Reader& reader, ForwardParams& params) {
+  read_common(reader, params);
+  read_pages(reader, params);
+  reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
+  complete(reader, params);
+}
+
+void read(Reader& reader, BackwardParams& params) {
+  const Kernel& kernel = reader.kernel();
+  read_common(reader, params);
+  const TensorView &q = reader.get("q"), &k = reader.get("k");
+  reader.operand("dout", params.dout, rows_of(q, params.headdim_v), kernel.out_dtype);
+  reader.operand("dq", params.dq, rows_of(q, params.headdim), kernel.dtype);
+  reader.operand("dk", params.dk, rows_of(k, params.headdim), kernel.dtype);
+  reader.operand("dv", params.dv, rows_of(k, params.headdim_v), kernel.dtype);
+  reader.contiguous("dlse", params.dlse, lse_shape(params), DType::kFloat32);
+  reader.contiguous("delta", params.delta, lse_shape(params), DType::kFloat32);
+  complete(reader, params);
+}
+
+// tokens: the tensor that is rotated
+void read_rotation(Reader& reader, const TensorView& tokens, Rotation& rotation) {
+  if (!reader.has("rotary_cos")) return;
+  const TensorView& cos = reader.get("rotary_cos");
+  const int64_t positions = cos.size[0], pairs = cos.ndim == 2 ? cos.size[1] : 0;
+  rotation.positions = to_int("rows of rotary_cos", positions);
+  rotation.pairs = to_int("columns of rotary_cos", pairs);
+  if (2 * pairs > tokens.size[tokens.ndim - 1]) {
+    throw std::invalid_argument("rotary_cos: got " + std::to_string(pairs) +
+                                " columns; accepted: at most half of the head dimension");
+  }
+  rotation.float_tables = cos.dtype == DType::kFloat32;
+  const DType dtype = rotation.float_tables ? DType::kFloat32 : reader.kernel().dtype;
+  reader.contiguous("rotary_cos", rotation.cos, {positions, pairs}, dtype);
+  reader.contiguous("rotary_sin", rotation.sin, {positions, pairs}, dtype);
+  reader.require_alignment("rotary_cos");
+  reader.require_alignment("rotary_sin");
+  rotation.interleaved = reader.number("interleaved") != 0;
+}
+
+void read(Reader& reader, RotaryParams& params) {
+  const DType dtype = reader.kernel().dtype;
+  const TensorView& x = reader.get("x");
+  const bool packed = reader.has("cu_seqlens");
+  if (x.ndim != (packed ? 3 : 4)) {
+    throw std::invalid_argument("x: got shape " + join(x.size, x.ndim) +
+                                "; accepted: 3 dimensions where packed (cu_seqlens), else 4");
+  }
+  reader.operand("x", params.x, rows_of(x, x.size[x.ndim - 1]), dtype);
+  params.out = params.x;
+  params.in_place = !reader.has("out");
+  if (!params.in_place) reader.operand("out", params.out, rows_of(x, x.size[x.ndim - 1]), dtype);
+  params.batch = to_int("batch", packed ? reader.get("cu_seqlens").size[0] - 1 : x.size[0]);
+  params.seqlen = to_int("rows of x", packed ? x.size[0] : x.size[1]);
+  params.nheads = to_int("nheads", x.size[x.ndim - 2]);
+  params.headdim = to_int("headdim", x.size[x.ndim - 1]);
+  read_rotation(reader, x, params.rotation);
+  params.rotation.conjugate = reader.number("conjugate") != 0;
+  reader.contiguous("cu_seqlens", params.cu_seqlens, {params.batch + 1}, DType::kInt32);
+  reader.contiguous("offsets", params.offsets, {params.batch}, DType::kInt32);
+  params.offset = static_cast<int>(reader.number("offset"));
+  params.aligned = reader.aligned();
+}
+
+void read(Reader& reader, AppendParams& params) {
+  const DType dtype = reader.kernel().dtype;
+  const TensorView &q = reader.get("q"), &k = reader.get("k"), &v = reader.get("v");
+  const TensorView& k_new = reader.get("k_new");
+  if (q.ndim != 4 || k.ndim != 4 || v.ndim != 4 || k_new.ndim != 4) {
+    throw std::invalid_argument("q, k, v, k_new: accepted: 4 dimensions");
+  }
+  const int64_t batch = q.size[0], nheads_kv = k.size[2], seqlen_new = k_new.size[1];
+  params.batch = to_int("batch", batch);
+  params.seqlen_q = to_int("rows of q", q.size[1]);
+  params.seqlen_new = to_int("rows of k_new", seqlen_new);
+  params.nheads = to_int("nheads", q.size[2]);
+  params.nheads_kv = to_int("nheads_kv", nheads_kv);
+  params.headdim = to_int("headdim", q.size[3]);
+  params.headdim_v = to_int("headdim_v", v.size[3]);
+  params.slots_k = to_int("batch of k", k.size[0]);
+  const int64_t pages = reader.has("block_table") ? reader.get("block_table").size[1] : 1;
+  params.seqlen_k = to_int("rows of the cache", k.size[1] * pages);
+  if (pages == 1 && !reader.has("block_table") && !reader.has("cache_batch_idx") &&
+      params.slots_k != params.batch) {
+    throw std::invalid_argument("k: got a batch of " + std::to_string(params.slots_k) +
+                                "; accepted: that of q, " + std::to_string(batch));
+  }
+  reader.operand("q", params.q, rows_of(q, params.headdim), dtype);
+  reader.operand("k", params.k, rows_of(k, params.headdim), dtype);
+  reader.operand("v", params.v, rows_of(k, params.headdim_v), dtype);
+  reader.operand("k_new", params.k_new, {batch, seqlen_new, nheads_kv, params.headdim}, dtype);
+  reader.operand("v_new", params.v_new, {batch, seqlen_new, nheads_kv, params.headdim_v}, dtype);
+  if (reader.has("rotary_cos")) {
+    reader.operand("rotated_q", params.rotated_q, rows_of(q, params.headdim), dtype);
+  }
+  read_rotation(reader, q, params.rotation);
+  params.masked = reader.number("masked") != 0;
+  reader.contiguous("seqused_k", params.seqused_k, {batch}, DType::kInt32);
+  reader.contiguous("lengths", params.lengths, {batch}, DType::kInt32);
+  reader.contiguous("cache_batch_idx", params.cache_batch_idx, {batch}, DType::kInt32);
+  if (params.seqused_k == nullptr || params.lengths == nullptr) {
+    throw std::invalid_argument("seqused_k, lengths: missing");
+  }
+  read_pages(reader, params);
+  params.aligned = reader.aligned();
+}
+
 }  // namespace
 
 template <typename Params>
-void Call::prepare(const Tensors& tensors, const Numbers& numbers) {
+void Call::prepare(const Tensors& tensors, const Numbers& numbers, const char* first) {
   static_assert(std::is_trivially_copyable_v<Params>);
   const auto params = std::make_shared<Params>();
-  Reader reader(*kernel_, tensors, numbers, *params);
-  read(reader, *kernel_, *params);
+  Reader reader(*kernel_, tensors, numbers, *params, first);
+  read(reader, *params);
   reader.check_all_read();
-  params->aligned = reader.aligned();
-  check_covered(*kernel_, numbers, reader, *params);
   device_ = reader.device();
-  if (params->shared_memory == 0) params->shared_memory = max_shared_memory(device_);
   Workspaces workspaces(*params);
   const DeviceGuard guard(device_);
   launcher_ = kernel_->prepare(*params, workspaces);
@@ -345,9 +450,13 @@ void Call::prepare(const Tensors& tensors, const Numbers& numbers) {
 Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
     : kernel_(&kernel) {
   if (kernel.operation == ForwardParams::kOperation) {
-    prepare<ForwardParams>(tensors, numbers);
+    prepare<ForwardParams>(tensors, numbers, "q");
   } else if (kernel.operation == BackwardParams::kOperation) {
-    prepare<BackwardParams>(tensors, numbers);
+    prepare<BackwardParams>(tensors, numbers, "q");
+  } else if (kernel.operation == AppendParams::kOperation) {
+    prepare<AppendParams>(tensors, numbers, "q");
+  } else if (kernel.operation == RotaryParams::kOperation) {
+    prepare<RotaryParams>(tensors, numbers, "x");
   } else {
     throw std::logic_error("no parameters of the operation " + std::string(kernel.operation));
   }

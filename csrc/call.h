@@ -38,11 +38,11 @@ class Call {
 
  private:
   template <typename Params>
-  void prepare(const Tensors& tensors, const Numbers& numbers);
+  void prepare(const Tensors& tensors, const Numbers& numbers, const char* first);
 
   const Kernel* kernel_;
   int device_;
-  std::shared_ptr<const AttentionParams> params_;  // the operation's, but for the addresses
+  std::shared_ptr<const CallParams> params_;  // the operation's, but for the addresses
   void (*launch_)(const Call&, void* const*, cudaStream_t);
   Launcher launcher_;
   std::vector<std::string> names_;

@@ -29,7 +29,7 @@ struct Workspace {
 // The workspaces of one call, as its kernel asks for them.
 class Workspaces {
  public:
-  explicit Workspaces(const AttentionParams& params)
+  explicit Workspaces(const CallParams& params)
       : params_(reinterpret_cast<const char*>(&params)) {}
 
   // pointer: the field of the parameters that it is to be written to
@@ -54,7 +54,7 @@ class Workspaces {
 };
 
 // Launches with parameters that differ from those it was made of in their addresses alone.
-using Launcher = std::function<void(const AttentionParams&, cudaStream_t)>;
+using Launcher = std::function<void(const CallParams&, cudaStream_t)>;
 
 struct Kernel {
   std::string_view operation, backend;  // "forward", "sm80"
@@ -63,7 +63,7 @@ struct Kernel {
   std::string_view features;            // name of its feature set
   uint32_t takes;                       // of Feature
   int tiles;                            // tile shapes that it is compiled with
-  Launcher (*prepare)(AttentionParams&, Workspaces&);
+  Launcher (*prepare)(CallParams&, Workspaces&);
 };
 
 // Row: Params, the parameters of the operation; kTakes; kTiles; prepare(params, workspaces), which
@@ -83,9 +83,9 @@ constexpr Kernel make_kernel(std::string_view operation, std::string_view backen
           features,
           Row::kTakes,
           Row::kTiles,
-          [](AttentionParams& params, Workspaces& workspaces) -> Launcher {
+          [](CallParams& params, Workspaces& workspaces) -> Launcher {
             return [launch = Row::prepare(static_cast<Params&>(params), workspaces)](
-                       const AttentionParams& bound, cudaStream_t stream) {
+                       const CallParams& bound, cudaStream_t stream) {
               launch(static_cast<const Params&>(bound), stream);
             };
           }};

@@ -47,8 +47,11 @@ struct Operand {
   int64_t batch_stride, row_stride, head_stride;
 };
 
+// What the parameters of all operations are, to those who launch any.
+struct CallParams {};
+
 // What forward and backward share.
-struct AttentionParams {
+struct AttentionParams : CallParams {
   Operand q;  // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
   Operand k;  // (slots_k, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
   Operand v;  // the same with headdim_v
@@ -162,6 +165,53 @@ struct BackwardParams : AttentionParams {
   // kernel.
   float* partial_dkv;
   int* counters;  // (kKeptZero), as in the forward
+};
+
+// The rotary embedding: of a token at position p, channel pair i is turned by the angle whose
+// cosine and sine stand in row p, column i. It has channels (i, i + pairs), or (2i, 2i + 1) if they
+// are interleaved; channels behind the pairs stay as they are.
+struct Rotation {
+  const void *cos, *sin;  // (positions, pairs), contiguous; null: nothing is rotated
+  int positions, pairs;
+  bool float_tables;  // they are float32; else of the dtype of the tokens
+  bool interleaved;
+  bool conjugate;  // by the negative angle
+};
+
+struct RotaryParams : CallParams {
+  static constexpr std::string_view kOperation = "rotary";
+
+  Operand x;    // (batch, seqlen, nheads, headdim) or (total, nheads, headdim)
+  Operand out;  // the same; may be x
+  Rotation rotation;
+  int batch, seqlen;  // seqlen: of packed tokens all
+  int nheads, headdim;
+  bool aligned;  // x and out can be moved 16 bytes at a time
+  bool in_place;
+  const int* cu_seqlens;  // (batch + 1), or null: dense
+  const int* offsets;     // (batch): position of the first token of each sequence, or null: offset
+  int offset;
+};
+
+// New keys and values are written to a cache, and the queries rotated, before a forward.
+struct AppendParams : CallParams {
+  static constexpr std::string_view kOperation = "append";
+
+  Operand q, rotated_q;  // (batch, seqlen_q, nheads, headdim); not rotated: the second is null
+  Operand k_new, v_new;  // (batch, seqlen_new, nheads_kv, headdim), headdim_v of v_new
+  Operand k, v;          // (slots_k, seqlen_k, nheads_kv, headdim) or (pages, page_size, ...)
+  Rotation rotation;
+  int batch, seqlen_q, seqlen_new, nheads, nheads_kv, headdim, headdim_v;
+  int seqlen_k;                // rows that a sequence has in the cache
+  int slots_k;                 // of a dense cache; number of pages of a paged one
+  bool aligned;                // all of them can be moved 16 bytes at a time
+  bool masked;                 // each query has a position of its own; else all have the first
+  const int* seqused_k;        // (batch): rows in use before; negative: nothing is appended
+  int* lengths;                // (batch), written: rows in use afterwards
+  const int* cache_batch_idx;  // as in AttentionParams
+  const int* block_table;      // as in ForwardParams
+  int64_t block_table_stride;
+  int page_size;
 };
 
 }  // namespace flash

@@ -264,7 +264,7 @@ def with_kvcache(
     cache_leftpad: Any,
     block_table: Any,
 ) -> tuple[Attention, CacheAppend | None]:
-    """Check a decoding call; the problem's ``seqused_k`` counts the new keys already."""
+    """Check a decoding call; the problem's ``seqused_k`` does not count the new keys yet."""
     names = ("q", "k_cache", "v_cache")
     q, k_cache, v_cache, sizes = _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
     batch = q.shape[0]
@@ -308,11 +308,10 @@ def with_kvcache(
         positions = known + max(seqlen_new, q.shape[1] if masked else 0)
     _check_rotary(rotary_cos, rotary_sin, q, k, cache_seqlens, positions)
 
-    append, seqused_k = None, used
+    append = None
     if k is not None and used is not None:
         interleaved = flag("rotary_interleaved", rotary_interleaved)
         append = CacheAppend(used, k, v, rotary_cos, rotary_sin, interleaved)
-        seqused_k = torch.where(used < 0, used, used + seqlen_new)
     problem = Attention(
         q,
         k_cache,
@@ -322,7 +321,7 @@ def with_kvcache(
         q.shape[1],
         capacity,
         options,
-        seqused_k=seqused_k,
+        seqused_k=used,
         leftpad_k=cache_leftpad,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
@@ -330,7 +329,7 @@ def with_kvcache(
         s_aux=s_aux,
     )
     if q.is_cpu:
-        _check_values_of_cache(problem)
+        _check_values_of_cache(problem, seqlen_new)
     return problem, append
 
 
@@ -633,9 +632,11 @@ def _check_values_of_varlen(a: Attention) -> None:
     _check_pages(a, first, lengths_k)
 
 
-def _check_values_of_cache(a: Attention) -> None:
+def _check_values_of_cache(a: Attention, seqlen_new: int) -> None:
     """Check where the cache of each sequence lies, as far as that is known on the CPU."""
     used = [a.max_seqlen_k] * a.batch if a.seqused_k is None else _values(a.seqused_k)
+    if used is not None and seqlen_new > 0:
+        used = [x if x < 0 else x + seqlen_new for x in used]
     first = _check_leftpad("cache_leftpad", a.leftpad_k) or [0] * a.batch
     slots = _values(a.cache_batch_idx)
     if used is None:

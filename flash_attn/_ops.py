@@ -306,14 +306,12 @@ def _flash_attn_with_kvcache(
     )
     if out is not None:  # before the cache changes
         _arguments.check_destination("out", out, q, problem.out_shape)
-    if new is not None:
-        remember = None
-        if not _arguments.has_no_data(q):
-            problem = _backends.append(problem, new)
+    if new is not None and not _arguments.has_no_data(q):
+        problem, remember = _backends.append(problem, new, remember)
     return _run_forward(problem, None, False, out, remember)[:2]
 
 
-def _remembering(
+def remembering(
     checked: Callable[..., Any],
     signature: inspect.Signature,
     behind: tuple[Any, ...] = (),
@@ -328,7 +326,7 @@ def _remembering(
     """
     places = {name: i for i, name in enumerate(signature.parameters)}
     places |= {name: places[argument] for name, argument in renamed.items()}
-    launches: dict[bytes | None, cuda.Launch] = {}
+    launches: dict[bytes | None, cuda.AnyLaunch] = {}
 
     def plain(*arguments: Any) -> Any:
         key = cuda.call_key(arguments, cuda.state)
@@ -338,7 +336,7 @@ def _remembering(
         if key is None:
             return checked(*arguments)
 
-        def remember(prepared: cuda.Prepared) -> None:
+        def remember(prepared: cuda.AnyPrepared) -> None:
             if (launch := prepared.among(arguments, places)) is not None:
                 if len(launches) >= _MOST_LAUNCHES:
                     launches.clear()
@@ -528,7 +526,7 @@ def _operator(
         for destination, (parameter, shape_of) in zip(given, destinations.items(), strict=True):
             if destination is not None:  # copy_ would broadcast and convert
                 _arguments.check_destination(parameter, destination, args[0], shape_of(args))
-        if is_attention and given != [None] and _wants_gradient(args, tensors):
+        if is_attention and given != [None] and wants_gradient(args, tensors):
             raise ValueError(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )
@@ -573,7 +571,7 @@ def _operator(
             or (is_attention and isinstance(args[i_scale], Tensor))
         )
         output: Any
-        if not special and not _wants_gradient(args, tensors):
+        if not special and not wants_gradient(args, tensors):
             output = plain(*args)
         elif not special and is_attention and args[-1] is None and _are_plain(numbers_of(args)):
             output = apply_eager(args)
@@ -607,9 +605,21 @@ def _in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _wants_gradient(args: Sequence[Any], tensors: Sequence[int]) -> bool:
+def is_seen(args: Sequence[Any]) -> bool:
+    """Whether something sees what a call does: the compiler, a dispatch mode, a transform, ..."""
+    return (
+        torch.compiler.is_compiling()
+        or _is_watched(args)
+        or torch._C._are_functorch_transforms_active()
+        or _has_tangent(args)
+    )
+
+
+def wants_gradient(args: Sequence[Any], tensors: Sequence[int] | None = None) -> bool:
+    """Whether autograd follows some of the arguments, or of those at ``tensors``."""
     if torch.is_grad_enabled():
-        for i in tensors:  # faster than any() and isinstance, on every call's path
+        # Faster than any() and isinstance, on every call's path.
+        for i in range(len(args)) if tensors is None else tensors:
             x = args[i]
             if isinstance(x, Tensor) and x.requires_grad:
                 return True
@@ -889,7 +899,7 @@ _NO_SECOND = f"the gradient of attention has no derivative in its kernels; {_OTH
 flash_attn_backward, flash_attn_varlen_backward = (
     _operator(
         f"flash_attn_{layout}_backward",
-        _remembering(checked, _signature(checked), lse="softmax_lse"),
+        remembering(checked, _signature(checked), lse="softmax_lse"),
         checked,
         tuple[Tensor, Tensor, Tensor, Tensor],
         _GRADIENTS,
@@ -900,7 +910,7 @@ flash_attn_backward, flash_attn_varlen_backward = (
 flash_attn_forward, flash_attn_varlen_forward = (
     _operator(
         f"flash_attn_{layout}_forward",
-        _remembering(checked, _signature(problem_of), behind=(None,)),
+        remembering(checked, _signature(problem_of), behind=(None,)),
         problem_of,
         tuple[Tensor, Tensor, Tensor],
         _OUT,
@@ -913,13 +923,15 @@ flash_attn_forward, flash_attn_varlen_forward = (
 )
 flash_attn_with_kvcache = _operator(
     "flash_attn_with_kvcache",
-    _remembering(
+    remembering(
         _flash_attn_with_kvcache,
         _signature(_flash_attn_with_kvcache),
         k="k_cache",
         v="v_cache",
         seqused_k="cache_seqlens",
         leftpad_k="cache_leftpad",
+        k_new="k",
+        v_new="v",
     ),
     _flash_attn_with_kvcache,
     tuple[Tensor, Tensor],

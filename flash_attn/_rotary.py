@@ -1,5 +1,6 @@
 """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864): the one implementation."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,41 +8,11 @@ import torch
 from torch import Tensor
 from torch._C._autograd import CreationMeta, _get_creation_meta
 
+from flash_attn import _backends, _ops
 from flash_attn._arguments import check_longest, is_readable, lengths_of
+from flash_attn._backends import Remember
+from flash_attn._backends.rotation import rotate
 from flash_attn._numbers import integer
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate each channel pair by its position's angle: (a, b) -> (a cos - b sin, a sin + b cos).
-
-    Parameters
-    ----------
-    x : (..., seqlen, nheads, headdim)
-    cos, sin : (..., seqlen, rotary_dim / 2)
-        Cosine and sine of the angle of each position in ``x`` (already gathered), the same for
-        every head. Negate ``sin`` for the inverse rotation, which is also the gradient's.
-    interleaved : bool
-        True pairs channels (2i, 2i + 1), as in GPT-J; False pairs (i, i + rotary_dim / 2), as in
-        GPT-NeoX.
-
-    Returns
-    -------
-    Tensor
-        Shape and dtype of ``x``. Channels from rotary_dim on are copied unchanged. 16-bit inputs
-        are computed in float32 and rounded once.
-    """
-    half = cos.shape[-1]
-    compute_dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.unsqueeze(-2).to(compute_dtype), sin.unsqueeze(-2).to(compute_dtype)
-
-    channels, passed_through = x[..., : 2 * half].to(compute_dtype), x[..., 2 * half :]
-    if interleaved:
-        a, b = channels.unflatten(-1, (half, 2)).unbind(-1)
-        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    else:
-        a, b = channels[..., :half], channels[..., half:]
-        rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
-    return torch.cat((rotated.to(x.dtype), passed_through), dim=-1)
 
 
 def apply_rotary(
@@ -55,7 +26,9 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """Rotate the tokens of a batch by their positions. Plain PyTorch, differentiable.
+    """Rotate the tokens of a batch by their positions, by a kernel where there is one.
+
+    Differentiable.
 
     Parameters
     ----------
@@ -90,6 +63,19 @@ def apply_rotary(
     Offsets and ``cu_seqlens`` on the CPU are read and checked. Elsewhere, as reading them would
     wait for the device, positions outside the table are clamped into it.
     """
+    tables = (cos, sin)
+    rest = (*tables, seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
+    if isinstance(x, Tensor) and x.is_cuda and not _ops.is_seen((x, *rest)):
+        if not _ops.wants_gradient((x, *tables)):
+            results = _run_kernel(x, *rest, inplace, conjugate)
+            if results is not None:
+                return x if inplace else results[0]
+        elif not _ops.wants_gradient(tables):
+            check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+            if _backends.rotates(x, cos, sin):
+                if not inplace:
+                    return _turned(x, *rest, conjugate)
+                return in_place(x, (), lambda x: _overwrite(x, _turned(x, *rest, conjugate)))
     seqlen_offsets = check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if cu_seqlens is not None:
         cos, sin = _gather_packed(x.shape[0], cos, sin, seqlen_offsets, cu_seqlens)
@@ -110,6 +96,70 @@ def apply_rotary(
         x.copy_(rotate(x.clone() if keep else x, cos, sin, interleaved))
 
     return in_place(x, (cos, sin), write)
+
+
+def _rotate_by_kernel(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | Tensor | None,
+    interleaved: bool,
+    inplace: bool,
+    conjugate: bool,
+    *,
+    remember: Remember | None = None,
+) -> tuple[Tensor, ...] | None:
+    """Return the rotated tensor, none of them if ``inplace``; None: no kernel takes this."""
+    offsets = check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    if not _backends.rotates(x, cos, sin):
+        return None
+    return _backends.rotate(
+        x, cos, sin, offsets, cu_seqlens, interleaved, conjugate, inplace, remember
+    )
+
+
+_run_kernel = _ops.remembering(
+    _rotate_by_kernel,
+    inspect.signature(_rotate_by_kernel),
+    rotary_cos="cos",
+    rotary_sin="sin",
+    offsets="seqlen_offsets",
+)
+
+
+class _Turn(torch.autograd.Function):
+    """Rotation by a kernel; its gradient is the inverse rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        *rest_of_call, conjugate = rest
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in rest))
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in rest]
+        results = _run_kernel(x, *rest_of_call, False, conjugate)
+        assert results is not None
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+        cos, sin, offsets, cu_seqlens, longest, interleaved, conjugate = (
+            number if tensor is None else tensor for tensor, number in saved
+        )
+        dx = apply_rotary(
+            dout, cos, sin, offsets, cu_seqlens, longest, interleaved, conjugate=not conjugate
+        )
+        return dx, *[None] * len(ctx.numbers)
+
+
+def _turned(x: Tensor, *rest: Any) -> Tensor:
+    turned: Tensor = _Turn.apply(x, *rest)
+    return turned
+
+
+def _overwrite(x: Tensor, value: Tensor) -> None:
+    x.copy_(value)
 
 
 def in_place(x: Tensor, tables: tuple[Tensor, ...], write: Callable[[Tensor], None]) -> Tensor:

@@ -13,7 +13,7 @@ from flash_attn._backends import cuda, tiled
 
 BACKENDS = ("tiled", "sm80", "sm90")
 MAX_HEADDIM = 256  # of any kernel
-Remember = Callable[[cuda.Prepared], None]
+Remember = Callable[[cuda.AnyPrepared], None]
 
 
 def use_backend(name: str) -> AbstractContextManager[None]:
@@ -103,10 +103,45 @@ def backward(
     )
 
 
-def append(problem: Attention, new: CacheAppend) -> Attention:
-    """Write new keys and values into the cache in place; return the problem, queries rotated."""
-    choose(problem)  # a forced backend that cannot attend refuses before the cache changes
-    return tiled.append(problem, new)
+def append(
+    problem: Attention, new: CacheAppend, remember: Remember | None = None
+) -> tuple[Attention, Remember | None]:
+    """Write new keys and values into the cache in place.
+
+    Return the problem with these keys, queries rotated; and ``remember`` for the launch of its
+    forward, given that of the append as well.
+    """
+    backend = choose(problem)  # a forced one that cannot attend refuses before the cache changes
+    if backend == "tiled" or not _built_backends(problem.q.device, "append"):
+        return tiled.append(problem, new), None
+    if not cuda.appends(problem, new):
+        return tiled.append(problem, new), None
+    problem, appended = cuda.append(problem, new)
+    if remember is None:
+        return problem, None
+    return problem, lambda attended: remember(cuda.PreparedPair(appended, attended))
+
+
+def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether a kernel rotates the tokens of ``x``."""
+    if cuda.forced_backend() == "tiled" or not _built_backends(x.device, "rotary"):
+        return False
+    return cuda.rotates(x, cos, sin)
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    interleaved: bool,
+    conjugate: bool,
+    inplace: bool,
+    remember: Remember | None = None,
+) -> tuple[Tensor, ...]:
+    """Return what :func:`flash_attn._rotary.apply_rotary` does; nothing if ``inplace``."""
+    return cuda.rotate(x, cos, sin, offsets, cu_seqlens, interleaved, conjugate, inplace, remember)
 
 
 def _forced_backend(problem: Attention, forced: str, operation: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn._arguments import Attention
+from flash_attn._arguments import Attention, CacheAppend
 from flash_attn._backends import tiled
 
 
@@ -171,21 +171,21 @@ class Launch(NamedTuple):
     """A prepared call for arguments of one layout; it allocates results and workspaces."""
 
     call: Any  # _C.Call
-    q: int  # the place of q among the arguments
-    # Of each result its shape and dtype (None: that of q), or the place of the argument it is like.
+    like: int  # the place among the arguments of a tensor of the results' device and dtype
+    # Of each result its shape and dtype (None: as above), or the place of the argument it is like.
     results: tuple[tuple[tuple[int, ...], torch.dtype | None, int | None], ...]
     scratch: int  # bytes of all workspaces together; 0: it takes none
     kept_zero: bool  # whether it takes _kept_zero, behind the others
 
     def __call__(self, arguments: tuple[Any, ...]) -> list[Tensor]:
         """Return the results."""
-        q = arguments[self.q]
+        given = arguments[self.like]
         results = [
             torch.empty_like(arguments[like])
             if like is not None
-            else q.new_empty(*shape)
+            else given.new_empty(*shape)
             if dtype is None
-            else q.new_empty(*shape, dtype=dtype)
+            else given.new_empty(*shape, dtype=dtype)
             for shape, dtype, like in self.results
         ]
         self.run(arguments, results)
@@ -193,28 +193,41 @@ class Launch(NamedTuple):
 
     def run(self, arguments: tuple[Any, ...], results: Sequence[Tensor]) -> None:
         """Write the results."""
-        q = arguments[self.q]
-        device = q.get_device()
+        given = arguments[self.like]
+        device = given.get_device()
         stream = torch._C._cuda_getCurrentRawStream(device)
         behind = [*results]
         if self.scratch:
-            behind.append(q.new_empty(self.scratch, dtype=torch.uint8))
+            behind.append(given.new_empty(self.scratch, dtype=torch.uint8))
         if self.kept_zero:
             behind.append(_kept_zero(device, stream))
         self.call.launch(arguments, tuple(behind), stream)
+
+
+class LaunchPair(NamedTuple):
+    """Two launches, of which the second takes the results of the first behind the arguments."""
+
+    first: Launch
+    second: Launch
+
+    def __call__(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        return self.second((*arguments, *self.first(arguments)))
+
+
+AnyLaunch = Launch | LaunchPair
 
 
 class Prepared(NamedTuple):
     """A prepared call before it is known where among a caller's arguments its tensors are."""
 
     call: Any  # _C.Call
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # the first is the one that Launch.like names
     results: dict[str, Tensor]
     like: dict[str, str]  # results that are made like an argument
 
     def run(self) -> None:
         """Write ``results`` from ``tensors``."""
-        launch = self._at({name: i for i, name in enumerate(self.tensors)})
+        launch = self.at({name: i for i, name in enumerate(self.tensors)})
         launch.run(tuple(self.tensors.values()), tuple(self.results.values()))
 
     def among(self, arguments: Sequence[Any], places: dict[str, int]) -> Launch | None:
@@ -222,23 +235,28 @@ class Prepared(NamedTuple):
 
         Or fewer: a number may be given as a tensor, whose value no key knows.
         """
-        for name, x in self.tensors.items():
-            if name not in places or arguments[places[name]] is not x:
-                return None
-        given = sum(isinstance(x, Tensor) for x in arguments)
-        return self._at(places) if given == len(self.tensors) else None
+        if not self.are_among(arguments, places):
+            return None
+        return self.at(places) if _count_tensors(arguments) == len(self.tensors) else None
+
+    def are_among(self, arguments: Sequence[Any], places: dict[str, int]) -> bool:
+        """Whether the tensors are the arguments at the places of their names."""
+        return all(
+            name in places and arguments[places[name]] is x for name, x in self.tensors.items()
+        )
 
     def _recipe(
         self, name: str, x: Tensor, places: dict[str, int]
     ) -> tuple[tuple[int, ...], torch.dtype | None, int | None]:
         """How to make a result, see Launch.results; of a tensor like another it takes less."""
-        q = self.tensors["q"]
+        main, q = next(iter(self.tensors.items()))
         if x.dtype == q.dtype and x.shape == q.shape and q.is_contiguous() and x.is_contiguous():
-            return (), None, places["q"]
+            return (), None, places[main]
         like = places[self.like[name]] if name in self.like else None
         return tuple(x.shape), None if x.dtype == q.dtype else x.dtype, like
 
-    def _at(self, places: dict[str, int]) -> Launch:
+    def at(self, places: dict[str, int]) -> Launch:
+        """Return the launch for arguments that are at these places."""
         place_of = {**places, **{name: -1 - i for i, name in enumerate(self.results)}}
         behind = -1 - len(self.results)
         scratch, offsets, kept_zero = 0, {}, []
@@ -255,11 +273,42 @@ class Prepared(NamedTuple):
                 [place_of[name] for name in self.call.names],
                 [offsets.get(name, 0) for name in self.call.names],
             ),
-            places["q"],
+            places[next(iter(self.tensors))],
             tuple(self._recipe(name, x, places) for name, x in self.results.items()),
             scratch,
             bool(kept_zero),
         )
+
+
+class PreparedPair(NamedTuple):
+    """An append and the attention that takes its results."""
+
+    append: Prepared
+    attention: Prepared
+
+    def among(self, arguments: Sequence[Any], places: dict[str, int]) -> LaunchPair | None:
+        """As Prepared.among."""
+        between = self.append.results
+        behind = {_APPENDED[name]: len(arguments) + i for i, name in enumerate(between)}
+        of_attention = {**places, **behind}
+        if not self.append.are_among(arguments, places) or not self.attention.are_among(
+            (*arguments, *between.values()), of_attention
+        ):
+            return None
+        taken = {places[name] for name in self.append.tensors}
+        taken |= {of_attention[name] for name in self.attention.tensors} - {*behind.values()}
+        if _count_tensors(arguments) != len(taken):
+            return None
+        return LaunchPair(self.append.at(places), self.attention.at(of_attention))
+
+
+AnyPrepared = Prepared | PreparedPair
+# Results of an append, by the names that an attention has for them.
+_APPENDED = {"rotated_q": "q", "lengths": "seqused_k"}
+
+
+def _count_tensors(arguments: Sequence[Any]) -> int:
+    return sum(isinstance(x, Tensor) for x in arguments)
 
 
 def forward(
@@ -342,6 +391,104 @@ def backward(
     if remember is not None:
         remember(prepared)
     return delta
+
+
+def appends(problem: Attention, new: CacheAppend) -> bool:
+    """Whether the kernel appends this."""
+    tensors = (problem.q, problem.k, problem.v, new.k, new.v)
+    return (
+        _kernel_of_tokens("append", problem.q) >= 0
+        and not any(x.numel() == 0 or x.stride(-1) != 1 for x in tensors)
+        and (new.rotary_cos is None or new.rotary_cos.numel() > 0)
+        and (problem.block_table is None or problem.block_table.numel() > 0)
+    )
+
+
+def append(problem: Attention, new: CacheAppend) -> tuple[Attention, Prepared]:
+    """As tiled.append, of what ``appends`` says yes to; also the launch."""
+    q, used = problem.q, new.cache_seqlens.contiguous()
+    tensors: dict[str, Tensor | None] = {
+        "q": q,
+        "k": problem.k,
+        "v": problem.v,
+        "k_new": new.k,
+        "v_new": new.v,
+        "seqused_k": used,
+        "rotary_cos": _contiguous(new.rotary_cos),
+        "rotary_sin": _contiguous(new.rotary_sin),
+        "cache_batch_idx": _contiguous(problem.cache_batch_idx),
+        "block_table": _contiguous(problem.block_table),
+    }
+    results = {"lengths": torch.empty_like(used)}
+    if new.rotary_cos is not None:
+        results["rotated_q"] = q.new_empty(q.shape)
+    numbers: dict[str, float] = {
+        "interleaved": new.rotary_interleaved,
+        # Under a mask each query stands at a row of its own; else all are at the end.
+        "masked": problem.window_left >= 0 or problem.window_right >= 0,
+    }
+    given = {name: x for name, x in tensors.items() if x is not None}
+    call = _C.prepare(_kernel_of_tokens("append", q), {**given, **results}, numbers)
+    prepared = Prepared(call, given, results, {})
+    prepared.run()
+    return problem._replace(q=results.get("rotated_q", q), seqused_k=results["lengths"]), prepared
+
+
+def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernel has this rotary embedding."""
+    return (
+        _kernel_of_tokens("rotary", x) >= 0
+        and x.stride(-1) == 1
+        and x.numel() > 0
+        and 0 not in x.stride()
+        and cos.numel() > 0
+        and cos.dtype == sin.dtype
+        and cos.dtype in (x.dtype, torch.float32)
+    )
+
+
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    interleaved: bool,
+    conjugate: bool,
+    inplace: bool,
+    remember: Callable[[Prepared], None] | None = None,
+) -> tuple[Tensor, ...]:
+    """Return what _rotary.apply_rotary does, of what ``rotates`` says yes to.
+
+    If ``inplace``, write that to x and return nothing.
+    """
+    tensors: dict[str, Tensor | None] = {
+        "x": x,
+        "rotary_cos": cos.contiguous(),
+        "rotary_sin": sin.contiguous(),
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.int().contiguous(),
+        "offsets": offsets.int().contiguous() if isinstance(offsets, Tensor) else None,
+    }
+    results = {} if inplace else {"out": x.new_empty(x.shape)}
+    numbers: dict[str, float] = {
+        "interleaved": bool(interleaved),
+        "conjugate": conjugate,
+        "offset": 0 if isinstance(offsets, Tensor) else offsets,
+    }
+    given = {name: x for name, x in tensors.items() if x is not None}
+    call = _C.prepare(_kernel_of_tokens("rotary", x), {**given, **results}, numbers)
+    prepared = Prepared(call, given, results, {})
+    prepared.run()
+    if remember is not None:
+        remember(prepared)
+    return tuple(results.values())
+
+
+def _kernel_of_tokens(operation: str, x: Tensor) -> int:
+    """The row of the kernel for tokens of this dtype, whatever their head dim; -1: none."""
+    name = _DTYPES.get(x.dtype)
+    rows = (i for i, row in enumerate(_KERNELS) if (row.operation, row.dtype) == (operation, name))
+    return next(rows, -1)
 
 
 def _is_empty(problem: Attention) -> bool:

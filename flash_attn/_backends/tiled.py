@@ -23,7 +23,7 @@ from torch import Tensor
 from flash_attn._arguments import Attention, CacheAppend, dense
 from flash_attn._backends import cpu
 from flash_attn._backends.philox import dropout_keep_mask
-from flash_attn._rotary import rotate
+from flash_attn._backends.rotation import rotate
 
 BLOCK = 128  # rows and columns of a tile are multiples of this, and of 16 for the dropout mask
 MAX_SCORES = 2**22  # of one tile on a GPU, over all batches and heads: enough work for each launch
@@ -238,8 +238,12 @@ def probs_seqlens(a: Attention) -> tuple[int, int]:
 
 @_plain_arithmetic
 def append(problem: Attention, new: CacheAppend) -> Attention:
-    """Write new keys and values into the cache in place; return the problem, queries rotated."""
-    a = problem
+    """Write new keys and values into the cache in place; return the problem with these keys.
+
+    Its queries are rotated, its ``seqused_k`` counts the new keys.
+    """
+    used = new.cache_seqlens
+    a = problem._replace(seqused_k=torch.where(used < 0, used, used + new.k.shape[1]))
     q = a.q
     if new.rotary_cos is not None and new.rotary_sin is not None:
         start = new.cache_seqlens[:, None].clamp(min=0)

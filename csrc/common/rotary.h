@@ -1,0 +1,139 @@
+// The rotary embedding: copies tokens, channel pairs of their heads turned by the angle of their
+// position.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+
+namespace flash {
+
+// Channels that a thread moves at a time, 16 bytes by each instruction at most.
+template <typename T, int kChannels>
+struct alignas(sizeof(T) * kChannels < 16 ? sizeof(T) * kChannels : 16) Channels {
+  T x[kChannels];
+};
+
+// Of one token: where it is, and the rows of the tables for its position. cos null: not rotated.
+template <typename Table>
+struct TokenAngles {
+  const Table *cos, *sin;  // (pairs)
+  float sign;              // of sin
+
+  __device__ TokenAngles(const Rotation& rotation, int position)
+      : cos(nullptr), sin(nullptr), sign(rotation.conjugate ? -1.f : 1.f) {
+    if (rotation.cos == nullptr) return;
+    const int64_t row = min(max(position, 0), rotation.positions - 1);
+    cos = static_cast<const Table*>(rotation.cos) + row * rotation.pairs;
+    sin = static_cast<const Table*>(rotation.sin) + row * rotation.pairs;
+  }
+};
+
+// Products and sums are rounded one by one, as PyTorch's are: both give the same bits.
+template <typename T, int kPairs>
+__device__ void rotate(Channels<T, kPairs>& first, Channels<T, kPairs>& second,
+                       const float (&cos)[kPairs], const float (&sin)[kPairs], bool interleaved) {
+  const auto turn = [&](T& a, T& b, int i) {
+    const float x = static_cast<float>(a), y = static_cast<float>(b);
+    a = static_cast<T>(__fsub_rn(__fmul_rn(x, cos[i]), __fmul_rn(y, sin[i])));
+    b = static_cast<T>(__fadd_rn(__fmul_rn(x, sin[i]), __fmul_rn(y, cos[i])));
+  };
+  if constexpr (kPairs > 1) {
+    if (interleaved) {
+#pragma unroll
+      for (int i = 0; i < kPairs / 2; ++i) {
+        turn(first.x[2 * i], first.x[2 * i + 1], i);
+        turn(second.x[2 * i], second.x[2 * i + 1], kPairs / 2 + i);
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) turn(first.x[i], second.x[i], i);
+}
+
+// Moves heads of one token. Threads x share the channels, threads y the heads: a thread reads its
+// angles once for all of its heads.
+// source, target: (nheads, headdim), head_strides apart; may be the same
+template <int kPairs, typename T, typename Table>
+__device__ void move_token(const T* source, int64_t source_stride, T* target, int64_t target_stride,
+                           int nheads, int headdim, const TokenAngles<Table>& angles, int pairs,
+                           bool interleaved) {
+  constexpr int kHeads = 4;  // at a time
+  const int rotated_units = angles.cos == nullptr ? 0 : pairs / kPairs;
+  const int first_copied = rotated_units * 2 * kPairs;
+  const int units = rotated_units + (source == target ? 0 : (headdim - first_copied) / kPairs);
+  for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+    const bool rotated = unit < rotated_units;
+    const int first = !rotated      ? first_copied + (unit - rotated_units) * kPairs
+                      : interleaved ? unit * 2 * kPairs
+                                    : unit * kPairs;
+    const int second = first + (interleaved ? kPairs : pairs);
+    float cos[kPairs], sin[kPairs];
+    if (rotated) {
+      using Row = Channels<Table, kPairs>;
+      const Row cos_row = reinterpret_cast<const Row*>(angles.cos)[unit];
+      const Row sin_row = reinterpret_cast<const Row*>(angles.sin)[unit];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        cos[i] = static_cast<float>(cos_row.x[i]);
+        sin[i] = angles.sign * static_cast<float>(sin_row.x[i]);
+      }
+    }
+    for (int begin = threadIdx.y; begin < nheads; begin += kHeads * blockDim.y) {
+      using Some = Channels<T, kPairs>;
+      Some a[kHeads], b[kHeads];
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) {
+        const int head = begin + i * blockDim.y;
+        if (head >= nheads) continue;
+        const T* const from = source + head * source_stride;
+        a[i] = *reinterpret_cast<const Some*>(from + first);
+        if (rotated) b[i] = *reinterpret_cast<const Some*>(from + second);
+      }
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) {
+        const int head = begin + i * blockDim.y;
+        if (head >= nheads) continue;
+        T* const to = target + head * target_stride;
+        if (rotated) {
+          rotate(a[i], b[i], cos, sin, interleaved);
+          *reinterpret_cast<Some*>(to + second) = b[i];
+        }
+        *reinterpret_cast<Some*>(to + first) = a[i];
+      }
+    }
+  }
+}
+
+// A thread block for move_token: its threads x and y for one token, and z tokens.
+inline dim3 token_block(int headdim, int pairs, int nheads, int channels) {
+  constexpr int kThreads = 256, kHeads = 4;
+  const int units = std::min((headdim - pairs + channels - 1) / channels, 32);
+  const int y = std::min((nheads + kHeads - 1) / kHeads, kThreads / units);
+  return dim3(units, y, std::clamp(kThreads / (units * y), 1, 64));
+}
+
+template <typename Type>
+struct TypeOf {
+  using type = Type;
+};
+
+// Host code: choose(TypeOf<type of the tables>, pairs that a thread moves at a time).
+template <typename T, typename Choose>
+auto for_tokens(const Rotation& rotation, bool aligned, Choose choose) {
+  using Many = std::integral_constant<int, 8>;
+  using One = std::integral_constant<int, 1>;
+  const bool many = aligned && rotation.pairs % Many() == 0;
+  if (rotation.float_tables) {
+    return many ? choose(TypeOf<float>(), Many()) : choose(TypeOf<float>(), One());
+  }
+  return many ? choose(TypeOf<T>(), Many()) : choose(TypeOf<T>(), One());
+}
+
+}  // namespace flash

@@ -1,0 +1,62 @@
+// Writes new keys and values to a cache, keys rotated; rotates queries; counts the keys.
+#pragma once
+
+#include "common/rotary.h"
+#include "common/sequence.h"
+#include "params.h"
+
+namespace flash::sm80 {
+
+// What a thread block of the grid's third dimension moves.
+enum class Moved : unsigned { kKeys, kValues, kQueries };
+
+// Elements from the first of the cache to row `row` of a sequence; -1: the cache has no such row.
+__device__ inline int64_t cache_offset(const AppendParams& params, const Operand& cache, int batch,
+                                       int row) {
+  int slot = batch;
+  if (params.block_table != nullptr) {
+    slot = params.block_table[batch * params.block_table_stride + row / params.page_size];
+    row %= params.page_size;
+  } else if (params.cache_batch_idx != nullptr) {
+    slot = params.cache_batch_idx[batch];
+  }
+  if (slot < 0 || slot >= params.slots_k) return -1;
+  return slot * cache.batch_stride + row * cache.row_stride;
+}
+
+// Grid: (tokens of a sequence, sequences, Moved).
+template <typename T, typename Table, int kPairs>
+__global__ void __launch_bounds__(256) append_kernel(const __grid_constant__ AppendParams params) {
+  const Moved moved{blockIdx.z};
+  const int row = blockIdx.x * blockDim.z + threadIdx.z;
+  const auto move = [&](const Operand& source, int batch, T* target, int64_t target_stride,
+                        int nheads, int headdim, const TokenAngles<Table>& angles) {
+    move_token<kPairs>(rows_of<const T>(source, batch, row, 0), source.head_stride, target,
+                       target_stride, nheads, headdim, angles, params.rotation.pairs,
+                       params.rotation.interleaved);
+  };
+  for (int batch = blockIdx.y; batch < params.batch; batch += gridDim.y) {
+    const int used = params.seqused_k[batch];
+    if (moved == Moved::kQueries) {
+      if (row >= params.seqlen_q) continue;
+      const TokenAngles<Table> angles(params.rotation, max(used, 0) + (params.masked ? row : 0));
+      move(params.q, batch, rows_of<T>(params.rotated_q, batch, row, 0),
+           params.rotated_q.head_stride, params.nheads, params.headdim, angles);
+      continue;
+    }
+    const bool keys = moved == Moved::kKeys;
+    if (keys && row == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
+      params.lengths[batch] = used < 0 ? used : static_cast<unsigned>(used) + params.seqlen_new;
+    }
+    if (row >= params.seqlen_new || used < 0 || used >= params.seqlen_k - row) continue;
+    const Operand& cache = keys ? params.k : params.v;
+    const int64_t offset = cache_offset(params, cache, batch, used + row);
+    if (offset < 0) continue;
+    TokenAngles<Table> angles(params.rotation, used + row);
+    if (!keys) angles.cos = nullptr;
+    move(keys ? params.k_new : params.v_new, batch, static_cast<T*>(cache.data) + offset,
+         cache.head_stride, params.nheads_kv, keys ? params.headdim : params.headdim_v, angles);
+  }
+}
+
+}  // namespace flash::sm80
