@@ -152,8 +152,6 @@ def test_providers_compute_the_same(options, direction, device):
         through_operator = through_operator and not case.varlen
     if device == "cuda":
         ours = {*flash_attn.available_backends("cuda"), "sm80"}
-        if case.page_size:
-            ours -= {"sm80"}
         assert ours | ({"flash", "flash_op"} if through_operator else set()) <= set(results)
     else:
         peers = {"math", "flash"} if through_sdpa else set()

@@ -69,6 +69,29 @@ class TileLoader {
   // Starts the copy of the tile, whose rows from `valid_rows` on become zero and are not read, and
   // moves on by one tile. The caller waits: cp_async_wait_all, then a barrier.
   __device__ void load(uint32_t tile, int valid_rows) {
+    load_passes(tile, valid_rows, [](int) { return 0; });
+    source_ += kRows * row_stride_;
+  }
+
+  // The same of rows that lie anywhere: row i of the tile is offset_of(i) elements from first_row,
+  // and row_stride is 0. All lanes of a warp call together; each asks for one of the warp's rows.
+  // offset_of is also asked for rows from valid_rows on, which are not read.
+  template <typename OffsetOf>
+  __device__ void load_scattered(uint32_t tile, int valid_rows, OffsetOf offset_of) {
+    constexpr int kWarpRows = 32 / kLanes;  // of a pass
+    static_assert(kRows % kRowsPerPass == 0 && kRows / kRowsPerPass * kWarpRows <= 32);
+    const int thread = ptx::opaque(thread_), lane = thread % 32;
+    const int64_t offset =
+        offset_of(lane / kWarpRows * kRowsPerPass + thread / 32 * kWarpRows + lane % kWarpRows);
+    load_passes(tile, valid_rows, [&](int pass) {
+      return __shfl_sync(~0u, offset, pass / kRowsPerPass * kWarpRows + lane / kLanes);
+    });
+  }
+
+ private:
+  // offset_of_pass(pass): of the thread's row in the pass, beside what row_stride says.
+  template <typename OffsetOfPass>
+  __device__ void load_passes(uint32_t tile, int valid_rows, OffsetOfPass offset_of_pass) const {
     const int thread = ptx::opaque(thread_);
     const int64_t row_stride = ptx::opaque(row_stride_);
     const int row = thread / kLanes;
@@ -79,19 +102,18 @@ class TileLoader {
     for (int pass = 0; pass < kRows; pass += kRowsPerPass) {
       if (kRows % kRowsPerPass == 0 || row + pass < kRows) {
         const bool valid_row = pass < valid_rows - row;
+        const T* const row_source = source + offset_of_pass(pass);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           const int col = group * kLanes * 8;
-          copy_chunk(target + pass * Layout::kRowBytes + col * 2, source + col,
+          copy_chunk(target + pass * Layout::kRowBytes + col * 2, row_source + col,
                      valid_row && col < cols, cols - col);
         }
       }
       source += kRowsPerPass * row_stride;
     }
-    source_ += kRows * row_stride;
   }
 
- private:
   __device__ void copy_chunk(uint32_t target, const T* source, bool valid, int cols) const {
     if constexpr (kAnyAlignment) {
       if (!aligned_) {
