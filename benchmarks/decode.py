@@ -1,6 +1,6 @@
 """Attention to KV caches, in microseconds and TB/s, beside its peers: decoding and chunked prefill.
 
-Run as ``python -m benchmarks.decode``; ``--grid`` chooses among GRIDS. Prints a table for each grid
+Run as ``python -m benchmarks.decode``; ``--grid`` chooses among the grids. Prints a table for each
 and writes decode-GRID.json, .csv and .png into ``benchmarks/results/<gpu>/``. Calls are captured
 into CUDA graphs, and each finds none of its inputs in the L2 cache. Without a GPU caches are small.
 """
