@@ -194,19 +194,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const Dropout dropout(params, batch, head);
 
   // Main loop. V is on its way during the first matmul, the next K during the second.
-  const bool paged = kFull && params.block_table != nullptr;
-  const int k_batch = paged ? 0 : sequence.k_batch;
-  const int first_key = paged ? 0 : sequence.k_first + n_start;
-  KLoader k_loader(rows_of<const T>(params.k, k_batch, first_key, head_kv),
-                   paged ? 0 : params.k.row_stride, params.headdim, params.aligned, threadIdx.x);
-  VLoader v_loader(rows_of<const T>(params.v, k_batch, first_key, head_kv),
-                   paged ? 0 : params.v.row_stride, params.headdim_v, params.aligned, threadIdx.x);
+  const int first_key = sequence.k_first + n_start;
+  KLoader k_loader(rows_of<const T>(params.k, sequence.k_batch, first_key, head_kv),
+                   params.k.row_stride, params.headdim, params.aligned, threadIdx.x);
+  VLoader v_loader(rows_of<const T>(params.v, sequence.k_batch, first_key, head_kv),
+                   params.v.row_stride, params.headdim_v, params.aligned, threadIdx.x);
   const auto load_keys = [&](auto& loader, uint32_t tile, const Operand& operand, int key) {
-    if (paged) {
+    if (kFull && params.block_table != nullptr) {
       const PagedRows rows(params, batch);
-      loader.load_scattered(tile, n_end - key, [&](int row) {
-        return rows.offset(operand, sequence.k_first + key + row);
-      });
+      loader.load_scattered(
+          tile, n_end - key, rows_of<const T>(operand, 0, 0, head_kv),
+          [&](int row) { return rows.offset(operand, sequence.k_first + key + row); });
     } else {
       loader.load(tile, n_end - key);
     }
