@@ -44,7 +44,7 @@ gpu-fresh:  ## is the record of gpu-check of the tree as it stands? one line, an
 
 clean:  ## remove build products and caches (.venv stays)
 	rm -rf build dist *.egg-info flash_attn/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find benchmarks flash_attn tests -name __pycache__ -prune -exec rm -rf {} +
+	find benchmarks examples flash_attn tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The package is installed in place (editable) without its kernels; `build` compiles those, once for
 # every command, into the source tree.

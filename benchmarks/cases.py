@@ -38,6 +38,9 @@ class Case(NamedTuple):
     page_size: int = 0  # of the KV cache; 0: the keys of a sequence lie together
     keys: int = 0  # of each sequence in cross-attention; 0: as many as its queries
     headdim_v: int = 0  # 0: headdim
+    append: bool = False  # the queries' own keys are new: rotated and appended in the same call
+    prefills: int = 0  # sequences packed before those of the KV cache, whose queries are packed too
+    prefill: int = 2048  # queries and keys of each of them
     model: str = ""  # whose attention this is; a label
 
     @property
@@ -57,7 +60,7 @@ class Case(NamedTuple):
     def described(self) -> dict[str, Any]:
         """The fields and what follows from them, as records have them."""
         heads = {"nheads": self.nheads, "nheads_kv": self.nheads_kv}
-        return {**self._asdict(), **heads, "batch": len(self.lengths)}
+        return {**self._asdict(), **heads, "batch": len(self.rows)}
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -76,8 +79,15 @@ class Case(NamedTuple):
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Queries and keys of each sequence, the longest first."""
-        return [(self.queries or n, self.keys or n) for n in self.lengths]
+        """Queries and keys of each sequence: prefills, then the others, the longest first."""
+        others = [(self.queries or n, self.keys or n) for n in self.lengths]
+        return [(self.prefill, self.prefill)] * self.prefills + others
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries of a sequence, and the most keys."""
+        queries, keys = zip(*self.rows, strict=True)
+        return max(queries), max(keys)
 
     def visible(self, query: int, queries: int, keys: int) -> range:
         """Keys that one of ``queries`` sees; the last query and the last key have one place."""
@@ -106,7 +116,8 @@ class Case(NamedTuple):
         """The least that is read and written: each tensor of the definition, once.
 
         The forward reads q and the keys and values that some query sees, and writes out. The
-        backward reads q, k, v and the gradient of out, and writes the gradients of q, k and v.
+        backward reads q, k, v and the gradient of out, and writes the gradients of q, k and v. New
+        keys and values are read and written once more.
         """
         queries, keys = 0, 0
         for n, m in self.rows:
@@ -116,6 +127,7 @@ class Case(NamedTuple):
         q, k = queries * self.nheads, keys * self.nheads_kv
         d, dv = self.headdims
         forward, backward = (q + k) * (d + dv), q * (2 * d + dv) + 2 * k * (d + dv)
+        forward += 2 * queries * self.nheads_kv * (d + dv) * self.append
         elements = {"forward": forward, "backward": backward, "both": forward + backward}
         return elements[self.direction] * DTYPES[self.dtype].itemsize
 
@@ -124,7 +136,7 @@ class Inputs(NamedTuple):
     """(batch, seqlen, heads, headdim), or (total, heads, headdim) with cu_seqlens_q and _k.
 
     With queries, k and v are a KV cache: (batch, seqlen, heads, headdim), or (pages, page_size,
-    heads, headdim) with block_table.
+    heads, headdim) with block_table. With prefills, its q is packed.
     """
 
     q: Tensor
@@ -136,6 +148,8 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None  # (heads,)
     cache_seqlens: Tensor | None  # (batch,)
     block_table: Tensor | None  # (batch, pages of a sequence); the pages lie in random order
+    # k, v, rotary_cos and rotary_sin of flash_attn_with_kvcache: what is appended.
+    new: dict[str, Tensor] | None = None
 
 
 def sums(lengths: Sequence[int], device: str | torch.device) -> Tensor:
@@ -145,7 +159,9 @@ def sums(lengths: Sequence[int], device: str | torch.device) -> Tensor:
 
 def make_inputs(case: Case, device: str) -> Inputs:
     queries, keys = zip(*case.rows, strict=True)
-    batch = len(keys)
+    batch, longest = len(keys), max(keys)
+    if case.prefills and not (case.queries and case.page_size):
+        raise ValueError("prefills beside decoding are for caches in pages")
     # Its own: a failed capture of a CUDA graph leaves the default one unusable.
     draw = torch.Generator(device).manual_seed(0)
 
@@ -155,21 +171,35 @@ def make_inputs(case: Case, device: str) -> Inputs:
         return x.requires_grad_(leaf and case.direction != "forward")
 
     rows_q: tuple[int, ...] = (batch, queries[0])
-    rows_k: tuple[int, ...] = (batch, keys[0])
+    rows_k: tuple[int, ...] = (batch, longest)
     cu_seqlens_q = cu_seqlens_k = cache_seqlens = block_table = None
     if case.queries:
         cache_seqlens = torch.tensor(keys, dtype=torch.int32, device=device)
+        cache_seqlens -= case.queries * case.append
         if case.page_size:
-            pages = -(-case.seqlen // case.page_size)  # of a sequence
+            pages = -(-longest // case.page_size)  # of a sequence
             rows_k = (batch * pages, case.page_size)
             order = torch.randperm(batch * pages, device=device, generator=draw)
             block_table = order.int().view(batch, pages)
+        if case.prefills:
+            rows_q = (sum(queries),)
+            cu_seqlens_q, cu_seqlens_k = sums(queries, device), sums(keys, device)
     elif case.varlen:
         rows_q, rows_k = (sum(queries),), (sum(keys),)
         cu_seqlens_q = sums(queries, device)
         cu_seqlens_k = sums(keys, device) if case.keys else cu_seqlens_q
     slopes = 2.0 ** (-8 * torch.arange(1, case.nheads + 1, device=device) / case.nheads)
     headdim, headdim_v = case.headdims
+    new = None
+    if case.append:
+        frequencies = 10000 ** (-torch.arange(0, headdim, 2, device=device) / headdim)
+        angles = torch.outer(torch.arange(longest, device=device), frequencies)
+        new = {
+            "k": random_heads(rows_q, case.nheads_kv, headdim),
+            "v": random_heads(rows_q, case.nheads_kv, headdim_v),
+            "rotary_cos": angles.cos().to(DTYPES[case.dtype]),
+            "rotary_sin": angles.sin().to(DTYPES[case.dtype]),
+        }
     return Inputs(
         q=random_heads(rows_q, case.nheads, headdim),
         k=random_heads(rows_k, case.nheads_kv, headdim),
@@ -180,4 +210,5 @@ def make_inputs(case: Case, device: str) -> Inputs:
         alibi_slopes=slopes if case.alibi else None,
         cache_seqlens=cache_seqlens,
         block_table=block_table,
+        new=new,
     )

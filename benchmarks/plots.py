@@ -153,6 +153,57 @@ def cache_speed(rows: Sequence[Row], title: str, bandwidth: float | None) -> Fig
     return figure
 
 
+def caches(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Bars of the speed along the axis of a grid (benchmarks/decode.py), a panel for each other."""
+    rows = data["rows"]
+    axis = rows[0]["axis"]
+    speeds = [cache_speeds(row) for row in rows]
+    names = [name for name in STYLES if any(name in speed for speed in speeds)]
+    if not names:  # all skipped
+        return
+    described = [cache_axes(row) for row in rows]
+    same = {key for key in described[0] if len({words[key] for words in described}) == 1}
+    panels: dict[str, dict[str, dict[str, float]]] = {}  # title to label to provider
+    for speed, words in zip(speeds, described, strict=True):
+        title = ", ".join(word for key, word in words.items() if key not in {axis, *same})
+        panels.setdefault(title, {})[words[axis]] = speed
+    most = max(map(len, panels.values()))
+    columns = 2 if len(panels) > 1 and len(names) * most <= 18 else 1
+    lines = -(-len(panels) // columns)
+    figure = new_figure(WIDTH, 1.4 + 2.3 * lines)
+    all_axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (title, groups) in zip(all_axes, panels.items(), strict=False):
+        draw_bars(axes, groups, names)
+        axes.set_title(title)
+        axes.set_ylabel(rows[0]["unit"])
+    shared = ", ".join(word for key, word in described[0].items() if key in same - {axis})
+    title = f"KV caches in {rows[0]['dtype']} on {data['environment']['device']}"
+    finish(figure, f"{title}\n{shared}", names)
+    yield "", figure
+
+
+def cache_speeds(row: Row) -> dict[str, float]:
+    """By provider, in the unit of the row: TFLOP/s or TB/s."""
+    if row["unit"] == "TFLOP/s":
+        return dict(row["tflops"])
+    return {name: gbs / 1e3 for name, gbs in row["gbs"].items()}
+
+
+def cache_axes(row: Row) -> dict[str, str]:
+    """What a case of a KV cache is like, by axis."""
+    batch = f"{row['prefills']} + " if row["prefills"] else ""
+    return {
+        "batch": f"batch {batch}{row['batch'] - row['prefills']}",
+        "seqlen": f"{thousands(row['seqlen'])} keys",
+        "heads": f"{row['nheads']}/{row['nheads_kv']} heads",
+        "queries": f"{row['queries']} {'query' if row['queries'] == 1 else 'queries'}",
+        "page_size": f"pages of {row['page_size']}" if row["page_size"] else "dense",
+        "append": "append" if row["append"] else "attention",
+    }
+
+
 def cache_words(row: Row) -> list[str]:
     """What a KV cache is like, beside its size."""
     queries = row.get("queries", 0)

@@ -153,13 +153,17 @@ def _ours(backend: str, deterministic: bool = False) -> Provider:
         }
         if case.queries:
             _refuse(case, "dropout_p")
-            options |= {"cache_seqlens": x.cache_seqlens, "block_table": x.block_table}
+            options["block_table"] = x.block_table
+        if case.queries and not case.prefills:
+            options |= {"cache_seqlens": x.cache_seqlens}
+            if x.new is not None:
+                options |= {**x.new, "rotary_interleaved": False}
             return partial(flash_attn.flash_attn_with_kvcache, x.q, x.k, x.v, **options)
         options["dropout_p"] = case.dropout_p
         options["deterministic"] = case.deterministic or deterministic
         if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
             return partial(flash_attn.flash_attn_func, x.q, x.k, x.v, **options)
-        lengths = (x.cu_seqlens_q, x.cu_seqlens_k, *case.rows[0])
+        lengths = (x.cu_seqlens_q, x.cu_seqlens_k, *case.longest)
         return partial(flash_attn.flash_attn_varlen_func, x.q, x.k, x.v, *lengths, **options)
 
     return Provider(prepare, lambda case: flash_attn.use_backend(backend))
@@ -211,7 +215,7 @@ def _torch_context(case: Case, backend: SDPBackend | None = None) -> Iterator[No
 
 def _sdpa(backend: SDPBackend) -> Provider:
     def prepare(case: Case, x: Inputs) -> Forward:
-        _refuse(case, "window", "varlen", "softcap", "alibi", "page_size")
+        _refuse(case, "window", "varlen", "softcap", "alibi", "page_size", "append")
         if case.keys and case.causal:  # is_causal means the first query and the first key
             raise NotImplementedError("no causal cross-attention")
         q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
@@ -263,11 +267,11 @@ def _flash() -> Provider:
 
 
 def _flash_operator(case: Case, x: Inputs) -> Forward:
-    _refuse(case, "softcap", "alibi", "page_size")
+    _refuse(case, "softcap", "alibi", "page_size", "append")
     if case.queries:
         _refuse(case, "varlen")
     left, right = case.window_size
-    longest = case.rows[0]
+    longest = case.longest
 
     def forward() -> Tensor:
         return torch.ops.aten._flash_attention_forward(
@@ -298,10 +302,10 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     _refuse(case, "dropout_p", "alibi")
     _load_library(library)
     left, right = case.window_size
-    longest_q, longest_k = (None, None) if x.cu_seqlens_q is None else case.rows[0]
+    longest_q, longest_k = (None, None) if x.cu_seqlens_q is None else case.longest
     options: dict[str, Any] = {
         "cu_seqlens_q": x.cu_seqlens_q,
-        "cu_seqlens_k": x.cu_seqlens_k,
+        "cu_seqlens_k": None if case.prefills else x.cu_seqlens_k,  # seqused_k has them
         "max_seqlen_q": longest_q,
         "max_seqlen_k": longest_k,
         "is_causal": case.causal,
@@ -315,6 +319,9 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     options["num_splits"] = 0  # it chooses
     if case.queries:
         options |= {"seqused_k": x.cache_seqlens, "page_table": x.block_table}
+    if x.new is not None:
+        names = {"k": "k_new", "v": "v_new"}
+        options |= {names.get(name, name): tensor for name, tensor in x.new.items()}
     fwd = partial(torch.ops.flash_attn_3.fwd, x.q, x.k, x.v, **options)
     return lambda: fwd()[0]
 
@@ -352,7 +359,7 @@ def _flashinfer(case: Case, x: Inputs) -> Forward:
     """FlashInfer's wrappers, planned here: what is timed is ``run`` alone."""
     if not _has_flashinfer():
         raise NotImplementedError("not installed")
-    _refuse(case, "dropout_p", "alibi", "keys", "headdim_v")
+    _refuse(case, "dropout_p", "alibi", "keys", "headdim_v", "append")
     if case.direction != "forward":
         raise NotImplementedError("no gradient")
     if case.window >= 0 and not case.causal:
@@ -378,25 +385,26 @@ def _flashinfer(case: Case, x: Inputs) -> Forward:
     k, v = x.k, x.v
     if table is None:
         page_size = FLASHINFER_PAGE
-        if case.seqlen % page_size:
+        if case.longest[1] % page_size:
             raise NotImplementedError(f"no cache of a length that is no multiple of {page_size}")
         k, v = (tensor.reshape(-1, page_size, *tensor.shape[-2:]) for tensor in (x.k, x.v))
-        batch = len(case.lengths)
+        batch = len(case.rows)
         table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).view(batch, -1)
-    counts = [-(-n // page_size) for n in case.lengths]
+    queries, keys = zip(*case.rows, strict=True)
+    counts = [-(-n // page_size) for n in keys]
     pages = (
         sums(counts, x.q.device),
         torch.cat([row[:count] for row, count in zip(table, counts, strict=True)]),
-        torch.tensor([(n - 1) % page_size + 1 for n in case.lengths]).to(table),
+        torch.tensor([(n - 1) % page_size + 1 for n in keys]).to(table),
     )
     q = x.q.reshape(-1, *x.q.shape[-2:])  # (batch * queries, heads, headdim)
-    if case.queries == 1:
+    if case.longest[0] == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=case.group > 1
         )
         wrapper.plan(*pages, *heads, page_size, **options)
     else:
-        queries = sums([case.queries] * len(case.lengths), x.q.device)
+        bounds = sums(queries, x.q.device)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        wrapper.plan(queries, *pages, *heads, page_size, causal=case.causal, **options)
+        wrapper.plan(bounds, *pages, *heads, page_size, causal=case.causal, **options)
     return lambda: wrapper.run(q, (k, v)).view(x.q.shape)

@@ -9,8 +9,8 @@ namespace flash {
 // kOther is any dtype that no kernel takes.
 enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32, kInt32, kInt64, kOther };
 
-// What a kernel is compiled for. kFull has softcap, ALiBi, dropout and tensors that cannot be moved
-// 16 bytes at a time; kPlain has none of them.
+// What a kernel is compiled for. kFull has softcap, ALiBi and dropout; on sm80 also tensors that
+// cannot be moved 16 bytes at a time, and in the forward pages. kPlain has none of them there.
 enum class FeatureSet : uint8_t { kPlain, kFull };
 
 // What a call may ask for beyond dense sequences of tensors that can be moved 16 bytes at a time.

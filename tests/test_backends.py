@@ -16,7 +16,7 @@ from flash_attn._backends import cuda, tiled
 HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 FULL = {"softcap", "alibi", "dropout"}
 TAKEN = {
-    ("forward", "sm80"): ({"cache_slots"}, FULL | {"any_alignment"}),
+    ("forward", "sm80"): ({"cache_slots"}, FULL | {"any_alignment", "pages"}),
     ("backward", "sm80"): (set(), FULL | {"any_alignment"}),
     ("forward", "sm90"): ({"cache_slots", "pages"}, FULL),
     ("backward", "sm90"): (set(), FULL),
@@ -172,10 +172,12 @@ def test_dtypes_left_to_tiled(build, dtype):
 
 
 def test_pages_and_cache_slots(build):
-    """Pages are left to tiled; a cache's slots, which have no gradient, to its backward alone."""
+    """A full kernel takes pages, any takes a cache's slots; the gradient of slots is tiled's."""
     build(SM80)
     index = torch.zeros(1, dtype=torch.int32)
-    assert _backends.choose(problem()._replace(block_table=index[None])) == "tiled"
+    pages = problem()._replace(block_table=index[None])
+    assert _backends.choose(pages) == "sm80"
+    assert SM80[cuda._kernel(pages, "sm80", "forward", True)].feature_set == "full"
     slots = problem()._replace(cache_batch_idx=index)
     assert [_backends.choose(slots, d) for d in ("forward", "backward")] == ["sm80", "tiled"]
 
@@ -213,7 +215,7 @@ def test_what_sm90_does_not_cover_goes_to_the_next(build):
         (problem(64, 60), {}, "sm80"),
         (problem(), {"k": shifted(problem().k)}, "sm80"),
         (problem(), {"v": problem(68).v[..., :64]}, "sm80"),
-        (problem(60), table, "tiled"),
+        (problem(60), table, "sm80"),
         (problem(264), {}, "tiled"),
         (problem(dtype=torch.float32), {}, "tiled"),
     ):

@@ -14,7 +14,18 @@ import pytest
 import torch
 
 import flash_attn
-from benchmarks import attention, cpu, memory, plots, presets, providers, report, tiles, timing
+from benchmarks import (
+    attention,
+    cpu,
+    decode,
+    memory,
+    plots,
+    presets,
+    providers,
+    report,
+    tiles,
+    timing,
+)
 from benchmarks.cases import MATMULS, Case, make_inputs
 from benchmarks.providers import OURS, Provider, attempt, bind, find_providers
 from benchmarks.timing import Call
@@ -103,6 +114,20 @@ def test_flops_and_bytes_of_cross_attention_and_other_columns_of_v(
     assert case.bytes == read_and_written.get(direction, sum(read_and_written.values()))
 
 
+def test_bytes_of_an_append_and_of_a_mixed_batch():
+    case = Case("forward", "bf16", 64, True, 128, tokens=256, width=256, group=2, queries=3)
+    new = 2 * 3 * 2 * (64 + 64) * 2  # sequences, tokens, heads, columns of K and V, bytes
+    assert case._replace(append=True).bytes == case.bytes + 2 * new
+    mixed = case._replace(prefills=5, prefill=40)
+    assert mixed.rows == [(40, 40)] * 5 + [(3, 128)] * 2 and mixed.longest == (40, 128)
+    assert mixed.described()["batch"] == 7
+    prefill = case._replace(queries=0, varlen=True, seqlen=40, shortest=40, tokens=200)
+    assert mixed.flops == case.flops + prefill.flops
+    assert mixed.bytes == case.bytes + prefill.bytes
+    with pytest.raises(ValueError, match="pages"):
+        make_inputs(mixed, "cpu")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("direction", ["forward", "both"])
 @pytest.mark.parametrize(
@@ -122,6 +147,9 @@ def test_flops_and_bytes_of_cross_attention_and_other_columns_of_v(
         {"queries": 4, "causal": True, "varlen": True, "shortest": 8},
         {"queries": 1, "causal": True, "varlen": True, "page_size": 16},
         {"queries": 4, "causal": True, "page_size": 48},
+        {"queries": 1, "causal": True, "append": True},
+        {"queries": 3, "causal": True, "append": True, "page_size": 16, "group": 2},
+        {"queries": 1, "causal": True, "page_size": 16, "prefills": 2, "prefill": 40},
         {"keys": 77},
         {"keys": 200, "causal": True, "group": 2},
         {"keys": 77, "varlen": True, "window": 40},
@@ -144,7 +172,7 @@ def test_providers_compute_the_same(options, direction, device):
     if case.queries and direction == "both":
         assert not results and reason  # that of the last provider
         return
-    through_operator = not {"alibi", "softcap", "page_size"} & set(options)
+    through_operator = not {"alibi", "softcap", "page_size", "append"} & set(options)
     through_sdpa = through_operator and not {"varlen", "window"} & set(options)
     through_sdpa = through_sdpa and not (case.keys and case.causal)
     through_operator = through_operator and not case.headdim_v
@@ -152,8 +180,6 @@ def test_providers_compute_the_same(options, direction, device):
         through_operator = through_operator and not case.varlen
     if device == "cuda":
         ours = {*flash_attn.available_backends("cuda"), "sm80"}
-        if case.page_size:
-            ours -= {"sm80"}
         assert ours | ({"flash", "flash_op"} if through_operator else set()) <= set(results)
     else:
         peers = {"math", "flash"} if through_sdpa else set()
@@ -300,6 +326,65 @@ def test_summary_of_models():
         *("forward", "sm80", "0.500", "(worst", "0.500,"),
         *("5th", "percentile", "0.500,", "21", "cases)", "to", "flash"),
     ]
+
+
+@pytest.mark.parametrize("k", [16, 1024])
+def test_grids_of_caches(k):
+    found = {
+        name: [Case("forward", "bf16", **x) for x in g.cases] for name, g in decode.grids(k).items()
+    }
+    for name, cases in found.items():
+        assert len(cases) == len(set(cases)) <= 30
+        for case in cases:
+            assert case.queries <= case.seqlen and case.flops > 0
+            assert case.bytes <= 5 * 2**30 and case.longest[1] == case.seqlen
+        rows = [c.described() for c in cases]
+        assert all(decode.grids(k)[name].axis in plots.cache_axes(row) for row in rows)
+    heads = {(c.nheads, c.nheads_kv) for c in found["heads"]}
+    assert heads == {(32, 32), (32, 8), (64, 8), (16, 1)}
+    assert {c.page_size for c in found["pages"]} == {0, 1, 16, 64, 256}
+    assert {c.queries for c in found["queries"]} == {1, 4, 8}
+    assert {c.queries for c in found["chunks"]} == {k // 4, k // 2, 2 * k}
+    assert {c.seqlen for c in found["chunks"]} == {2 * k, 8 * k, 32 * k, 64 * k}
+    for mixed in found["mixed"]:
+        assert mixed.rows == [(2 * k, 2 * k)] * 8 + [(1, 8 * k)] * 56
+    assert [c.append for c in found["append"]] == [False, True] * (len(found["append"]) // 2)
+
+
+def test_caches(tmp_path, capsys, monkeypatch):
+    whole = decode.grids(1024)
+
+    def tiny(k):
+        few = {name: grid.cases[:1] + grid.cases[-1:] for name, grid in whole.items()}
+        shrunk = {
+            name: [
+                presets.decoding(2, 64, 4, 2, 32, **{**more, "queries": min(c["queries"], 4)})
+                for c in cases
+                for more in [{x: c[x] for x in ("page_size", "append", "queries") if x in c}]
+            ]
+            for name, cases in few.items()
+        }
+        shrunk["mixed"] = [{**c, "prefills": 2, "prefill": 9} for c in shrunk["mixed"]]
+        return {name: whole[name]._replace(cases=cases) for name, cases in shrunk.items()}
+
+    monkeypatch.setattr(decode, "grids", tiny)
+    arguments = ["--folder", str(tmp_path), "--dtype", "fp32", "--rounds", "1"]
+    decode.main([*arguments, "--providers", "tiled", "math", "--baseline", "math"])
+    printed = capsys.readouterr().out
+    for name, grid in whole.items():
+        rows = json.loads((tmp_path / f"decode-{name}.json").read_text())["rows"]
+        assert len(rows) == 2 and (tmp_path / f"decode-{name}.csv").exists()
+        for row in rows:
+            assert row["grid"] == name and row["axis"] == grid.axis and row["unit"] == grid.unit
+            assert row["ours"] == "tiled" and row["ms"]["tiled"] > 0
+            assert ("math" in row["ms"]) == (not row["page_size"] and not row["append"])
+        assert (tmp_path / f"decode-{name}.png").exists() == DRAWS
+        assert f"{name} on CPU, fp32: us and {grid.unit}" in printed
+    assert "append us" in printed and "2x9" in printed
+    if DRAWS:
+        (tmp_path / "decode-mixed.png").unlink()
+        decode.main(["--replot", str(tmp_path / "decode-mixed.json")])
+        assert (tmp_path / "decode-mixed.png").exists()
 
 
 def test_smoke(tmp_path):
@@ -498,6 +583,7 @@ class FakeFlashInfer:
         {"queries": 1, "causal": True, "group": 2, "page_size": 16, "varlen": True},
         {"queries": 4, "causal": True, "group": 2},
         {"queries": 4, "causal": False, "page_size": 48, "varlen": True},
+        {"queries": 1, "causal": True, "page_size": 16, "prefills": 2, "prefill": 40},
     ],
     ids=str,
 )
@@ -549,7 +635,23 @@ def test_fa3_is_given_the_cache(monkeypatch, page_size):
     assert (x.block_table is None) == (page_size == 0)
     assert options["is_causal"] and options["num_splits"] == 0
 
-    case = case._replace(queries=0, page_size=0)
+    case = case._replace(append=True)
+    x = make_inputs(case, "cpu")
+    bind(fa3, case, x)()
+    options = calls.pop()[3]
+    assert options["k_new"] is x.new["k"] and options["v_new"] is x.new["v"]
+    assert options["rotary_cos"].shape == (64, 16) and options["seqused_k"].tolist() == [62, 62]
+
+    if page_size:
+        case = case._replace(append=False, prefills=1, prefill=30)
+        x = make_inputs(case, "cpu")
+        assert bind(fa3, case, x)().shape == (30 + 2 + 2, 2, 32)
+        options = calls.pop()[3]
+        assert options["cu_seqlens_q"].tolist() == [0, 30, 32, 34]
+        assert options["cu_seqlens_k"] is None and options["seqused_k"].tolist() == [30, 64, 64]
+        assert options["max_seqlen_q"] == 30 and options["max_seqlen_k"] == 64
+
+    case = case._replace(queries=0, page_size=0, append=False, prefills=0)
     bind(fa3, case, make_inputs(case, "cpu"))()
     assert calls.pop()[3]["num_splits"] == 0
 

@@ -28,6 +28,7 @@ from helpers import (
     dense,
     dtype_name,
     guarded,
+    in_pages,
     int32,
     kernels_forced,
     misaligned,
@@ -48,6 +49,7 @@ from oracle import Attention, Storage, assert_matches_oracle, expect
 from test_differential import LENGTH, SEED, SEQUENCES, with_values
 from test_differential import OPTIONS as RANDOM_OPTIONS
 from test_kvcache import call as call_kvcache
+from test_kvcache import check as check_kvcache
 from test_kvcache import decode
 from torch import Tensor, nn
 
@@ -236,6 +238,80 @@ def test_nan_stays_in_its_row(device, options, headdims):
     assert out[0, 21, 1].isnan().all()
     clean[0, 21, 1] = NAN
     assert torch.equal(out.nan_to_num(), clean.nan_to_num())
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+PAGE_SIZES = [1, 3, 16, 64, 128, 256]
+
+
+@of_each_kernel
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+@pytest.mark.parametrize("features", ["plain", "everything"])
+def test_pages_for_the_sanitizer(device, features, dtype, headdims):
+    options = OPTIONS[features](2, 2, device) | {"dtype": dtype, "device": device}
+    check(in_pages(varlen([70, 60], [20, 130], 2, 1, *headdims, **options), 16), backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_pages(device, mask, page_size, headdims):
+    """A paged cache, and packed queries to pages."""
+    options = {"dtype": torch.bfloat16, "device": device, **MASKS[mask]}
+    heads = {"nheads": 4, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
+    lengths = [0, 5, 77, 128, 129, 300]
+    check_kvcache(decode(lengths, 3, 0, 301, page_size=page_size, **heads, **options))
+    problem = varlen([3, 150, 0, 64, 1], [5, 190, 70, 0, 257], 4, 2, *headdims, **options)
+    check(in_pages(problem, page_size), backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_lengths_within_pages(device, page_size, headdims):
+    """A left pad, and seqused_k beside cu_seqlens_k: pages of what they exclude are NaN."""
+    options = OPTIONS["alibi-batch"](4, 4, device) | {"causal": True, "device": device}
+    problem = varlen(
+        [150, 9, 70, 3], [210, 140, 30, 90], 4, 2, *headdims, dtype=torch.float16, **options
+    )
+    lengths = {"seqused": int32([201, 70, 0, 90], device), "leftpad": int32([3, 70, 0, 65], device)}
+    problem = replace(problem, storage=replace(problem.storage, **lengths))
+    problem = in_pages(problem, page_size)
+    out, lse, _, _ = private_forward(problem)
+    assert_matches_oracle({"out": out, "lse": lse}, problem)
+
+    sizes = {"nheads": 4, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
+    lengths = [40, 130, 90, 260]
+    where = {"page_size": page_size, "leftpad": [0, 3, 90, 131], "device": device}
+    check_kvcache(decode(lengths, 4, 2, 270, **sizes, **where, causal=True))
+
+
+def test_pages_beyond_the_cache(device):
+    """Page numbers on the device are not checked, but clamped: nothing else is read."""
+    case = decode([5, 33, 7], 3, 0, device=device, causal=True, page_size=16)
+    problem = case.attention
+    problem.k.nan_to_num_(0.5), problem.v.nan_to_num_(0.5)
+    problem.storage.block_table.copy_(int32([[BEYOND, 0, -1], [-BEYOND, 99, 8], [0, 1, 2]]))
+    out, lse = call_kvcache(case)
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
+@pytest.mark.slow
+def test_pages_beyond_int32(device):
+    """A cache of more than 2^31 elements gives the bits that its pages give in a small one."""
+    skip_without_memory(20)
+    pages = int32([[2, 0, 3], [4, 1, 5]], device)
+    q = randn(2, 3, 4, 128, dtype=torch.bfloat16, device=device)
+    small = [randn(6, 256, 2, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    last = 2**31 // small[0][0].numel()
+    large = [x.new_full((last + 1, *x.shape[1:]), NAN) for x in small]
+    for x, few in zip(large, small, strict=True):
+        x[last - 5 :] = few
+    lengths = {"cache_seqlens": int32([700, 650], device), "causal": True}
+    expected = flash_attn.flash_attn_with_kvcache(q, *small, block_table=pages, **lengths)
+    pages += last - 5
+    out = flash_attn.flash_attn_with_kvcache(q, *large, block_table=pages, **lengths)
+    assert out.isfinite().all() and torch.equal(out, expected)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from helpers import (
     check,
     dense,
     dtype_name,
+    guarded,
+    in_pages,
     misaligned,
-    randn,
-    random_pages,
     run,
     varlen,
 )
@@ -141,9 +141,18 @@ def test_deterministic(device, layout, headdims):
         assert_close_to_oracle(any_order[name], expected[name], name)
 
 
-def test_pages_are_not_covered(device):
-    problem = varlen([5], [5], headdim=64, dtype=torch.float16, device=device)
-    k = v = randn(3, 16, 2, 64, dtype=torch.float16, device=device)
-    storage = replace(problem.storage, block_table=random_pages(1, 1, device))
-    with pytest.raises(NotImplementedError, match=r"block_table.*use_backend\('(sm90|tiled)'\)"):
-        call(replace(problem, k=k, v=v, storage=storage))
+@of_each_kernel
+@pytest.mark.parametrize("page_size", [1, 5, 16, 96])
+def test_pages_of_each_tile(device, page_size, headdims):
+    options = {"dtype": torch.bfloat16, "device": device, "causal": True}
+    problem = varlen([3, 150, 0, 64, 1], [5, 190, 70, 0, 257], 4, 2, *headdims, **options)
+    assert check_each_tile(in_pages(problem, page_size), headdims)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("place", [guarded, misaligned])
+def test_strided_pages(device, place, which):
+    """Of K's and V's rows and pages each has strides of its own."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    problem = in_pages(varlen([3, 150], [190, 257], 4, 2, 64, **options), 7)
+    check(replace(problem, **{which: place(getattr(problem, which))}), backward=False)

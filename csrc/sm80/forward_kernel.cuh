@@ -15,6 +15,7 @@
 #include "common/fragment.h"
 #include "common/mask.h"
 #include "common/pack.h"
+#include "common/paged_rows.h"
 #include "common/range.h"
 #include "common/scores.h"
 #include "common/sequence.h"
@@ -198,18 +199,28 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
                    params.k.row_stride, params.headdim, params.aligned, threadIdx.x);
   VLoader v_loader(rows_of<const T>(params.v, sequence.k_batch, first_key, head_kv),
                    params.v.row_stride, params.headdim_v, params.aligned, threadIdx.x);
+  const auto load_keys = [&](auto& loader, uint32_t tile, const Operand& operand, int key) {
+    if (kFull && params.block_table != nullptr) {
+      const PagedRows rows(params, batch);
+      loader.load_scattered(
+          tile, n_end - key, rows_of<const T>(operand, 0, 0, head_kv),
+          [&](int row) { return rows.offset(operand, sequence.k_first + key + row); });
+    } else {
+      loader.load(tile, n_end - key);
+    }
+  };
   if (n_start < n_end) {
     QLoader q_loader(rows_of<const T>(params.q, sequence.q_batch, sequence.q_first + m_begin, head),
                      params.q.row_stride, params.headdim, params.aligned, threadIdx.x);
     q_loader.load(shared_address(shared.q), m_end - m_begin);
-    k_loader.load(shared_k, n_end - n_start);
+    load_keys(k_loader, shared_k, params.k, n_start);
   }
   for (Walk<kBlockN> keys({n_start, n_end}); keys.valid(); keys.advance()) {
     const int n_begin = keys.place();
     const int warp_n_begin = n_begin + team.rank * kWarpKeys;
     ptx::cp_async_wait_all();
     __syncthreads();  // K has arrived; every warp is done with the last V
-    v_loader.load(shared_v, n_end - n_begin);
+    load_keys(v_loader, shared_v, params.v, n_begin);
 
     float scores[kRowTiles][kColTiles][4];
     compute_scores<T, kHeadDim>(scores, shared_team_q,
@@ -231,7 +242,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
     ptx::cp_async_wait_all();
     __syncthreads();  // V has arrived; every warp is done with K
-    if (keys.has_next()) k_loader.load(shared_k, n_end - keys.next());
+    if (keys.has_next()) load_keys(k_loader, shared_k, params.k, keys.next());
     if (kFull && dropout.enabled) {
       const auto kept_of_block = [&](int m, int n) {
         return dropout.kept((m_begin + team_begin) / 16 + m, warp_n_begin / 16 + n, lane);

@@ -51,8 +51,8 @@ template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFea
 struct ForwardRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
-  static constexpr uint32_t kTakes =
-      features_of(kFeatures) | kCacheSlots | (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
+  static constexpr uint32_t kTakes = features_of(kFeatures) | kCacheSlots |
+                                     (kFeatures == FeatureSet::kFull ? kAnyAlignment | kPages : 0);
   static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV);
 
   static auto prepare(Params& params, Workspaces&) {

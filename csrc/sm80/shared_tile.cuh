@@ -69,16 +69,46 @@ class TileLoader {
   // Starts the copy of the tile, whose rows from `valid_rows` on become zero and are not read, and
   // moves on by one tile. The caller waits: cp_async_wait_all, then a barrier.
   __device__ void load(uint32_t tile, int valid_rows) {
-    const int thread = ptx::opaque(thread_);
     const int64_t row_stride = ptx::opaque(row_stride_);
+    const T* source = source_;
+    load_passes(tile, valid_rows, [&](int) {
+      const T* const of_pass = source;
+      source += kRowsPerPass * row_stride;
+      return of_pass;
+    });
+    source_ += kRows * row_stride;
+  }
+
+  // The same of rows that lie anywhere, whatever was loaded before: row i of the tile is
+  // offset_of(i) elements from `matrix`. All lanes of a warp call together; each asks for one of
+  // the warp's rows. offset_of is also asked for rows from valid_rows on, which are not read.
+  template <typename OffsetOf>
+  __device__ void load_scattered(uint32_t tile, int valid_rows, const T* matrix,
+                                 OffsetOf offset_of) {
+    constexpr int kWarpRows = 32 / kLanes;  // of a pass
+    static_assert(kRows % kRowsPerPass == 0 && kRows / kRowsPerPass * kWarpRows <= 32);
+    const int thread = ptx::opaque(thread_), lane = thread % 32;
+    const int64_t offset =
+        offset_of(lane / kWarpRows * kRowsPerPass + thread / 32 * kWarpRows + lane % kWarpRows);
+    const T* const col = matrix + thread % kLanes * 8;
+    load_passes(tile, valid_rows, [&](int pass) {
+      return col + __shfl_sync(~0u, offset, pass / kRowsPerPass * kWarpRows + lane / kLanes);
+    });
+  }
+
+ private:
+  // source_of_pass(pass): the thread's first chunk of the pass; asked for in order.
+  template <typename SourceOfPass>
+  __device__ void load_passes(uint32_t tile, int valid_rows, SourceOfPass source_of_pass) const {
+    const int thread = ptx::opaque(thread_);
     const int row = thread / kLanes;
     const int cols = cols_ - thread % kLanes * 8;  // valid ones from this thread's first on
     const uint32_t target = tile + Layout::offset(row, thread % kLanes);
-    const T* source = source_;
 #pragma unroll
     for (int pass = 0; pass < kRows; pass += kRowsPerPass) {
       if (kRows % kRowsPerPass == 0 || row + pass < kRows) {
         const bool valid_row = pass < valid_rows - row;
+        const T* const source = source_of_pass(pass);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           const int col = group * kLanes * 8;
@@ -86,12 +116,9 @@ class TileLoader {
                      valid_row && col < cols, cols - col);
         }
       }
-      source += kRowsPerPass * row_stride;
     }
-    source_ += kRows * row_stride;
   }
 
- private:
   __device__ void copy_chunk(uint32_t target, const T* source, bool valid, int cols) const {
     if constexpr (kAnyAlignment) {
       if (!aligned_) {

@@ -1,0 +1,33 @@
+// Where the rows of a sequence lie in a cache of pages. What comes from the device is clamped into
+// the tensors that it indexes.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace flash {
+
+struct PagedRows {
+  const int* pages;    // (rows / page_size): the sequence's row of the block table
+  unsigned page_size;  // rows of a page
+  unsigned rows;       // what a row of the table holds
+  int page_count;      // of the cache
+
+  __device__ PagedRows(const ForwardParams& params, int batch)
+      : pages(params.block_table + batch * params.block_table_stride),
+        page_size(params.page_size),
+        rows(params.seqlen_k),
+        page_count(params.slots_k) {}
+
+  // Elements from the first of K's or V's head to those of the sequence's row `row`, which counts a
+  // left pad as well (Sequence::k_first). Past the end of the table it is that of the last row:
+  // what lies outside of the sequence is not for the caller to use.
+  __device__ int64_t offset(const Operand& operand, unsigned row) const {
+    row = min(row, rows - 1);
+    const int page = min(max(pages[row / page_size], 0), page_count - 1);
+    return page * operand.batch_stride + row % page_size * operand.row_stride;
+  }
+};
+
+}  // namespace flash
