@@ -280,7 +280,8 @@ def _flash_attn_with_kvcache(
     remember: Remember | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append to the cache in place, then attend to it; returns out and softmax_lse."""
-    if _numbers.integer("num_splits", num_splits) < 0:
+    num_splits = _numbers.integer("num_splits", num_splits)
+    if num_splits < 0:
         raise ValueError(
             f"num_splits must be at least 0 (0: the library chooses), got {num_splits}"
         )
@@ -310,6 +311,7 @@ def _flash_attn_with_kvcache(
         remember = None
         if not _arguments.has_no_data(q):
             problem = _backends.append(problem, new)
+    problem = problem._replace(num_splits=num_splits)
     return _run_forward(problem, None, False, out, remember)[:2]
 
 
