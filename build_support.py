@@ -65,9 +65,10 @@ class Kernel:
         return f"{self.backend}_{self.operation}_{types}_{dim}_{self.features}"
 
     @property
-    def cost(self) -> tuple[bool, int, bool]:
+    def cost(self) -> tuple[int, int, bool]:
         """Orders kernels by how long they take to compile."""
-        return self.operation == "backward", self.headdim + self.headdim_v, self.features == "full"
+        operation = ("decode", "forward", "backward").index(self.operation)
+        return operation, self.headdim + self.headdim_v, self.features == "full"
 
 
 # Smaller head dims run in the next larger kernel, which reads them in place.
@@ -79,8 +80,10 @@ KERNELS = tuple(
     for backend, operation, all_headdims in (
         ("sm80", "forward", HEADDIMS),
         ("sm80", "backward", HEADDIMS),
+        ("sm80", "decode", HEADDIMS),
         ("sm90", "forward", HEADDIMS[1:]),
         ("sm90", "backward", HEADDIMS[1:]),
+        ("sm90", "decode", HEADDIMS),
     )
     for dtype, headdims, features in product(CPP_DTYPES, all_headdims, CPP_FEATURES)
 ) + tuple(

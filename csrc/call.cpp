@@ -449,7 +449,7 @@ void Call::prepare(const Tensors& tensors, const Numbers& numbers, const char* f
 
 Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
     : kernel_(&kernel) {
-  if (kernel.operation == ForwardParams::kOperation) {
+  if (kernel.operation == ForwardParams::kOperation || kernel.operation == "decode") {
     prepare<ForwardParams>(tensors, numbers, "q");
   } else if (kernel.operation == BackwardParams::kOperation) {
     prepare<BackwardParams>(tensors, numbers, "q");

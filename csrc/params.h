@@ -110,6 +110,7 @@ void visit_numbers(AttentionParams& params, Visit visit) {
   visit("tile", params.tile);
 }
 
+// Of the operations "forward" and "decode".
 struct ForwardParams : AttentionParams {
   static constexpr std::string_view kOperation = "forward";
 
@@ -127,9 +128,9 @@ struct ForwardParams : AttentionParams {
   // chooses.
   int num_splits;
   // What the parts leave for the last of them, which merges them: outputs and rows' statistics, in
-  // the order of accumulators (sm90/split.cuh).
+  // the order of accumulators (sm90/split.cuh) or of rows (decode/decode_kernel.cuh).
   float *partial_out, *partial_rows;
-  // (kKeptZero): the first hands out tiles, the others count the parts of a tile that are done.
+  // (kKeptZero): count the parts of a tile that are done. In the forward the first hands out tiles.
   int* counters;
 };
 

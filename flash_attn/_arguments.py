@@ -80,6 +80,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     cache_batch_idx: Tensor | None = None  # (batch,) int32: which row of a dense k and v
     alibi_slopes: Tensor | None = None  # (nheads,) or (batch, nheads) float32
     s_aux: Tensor | None = None  # (nheads,): the logit of each head's attention sink
+    num_splits: int = 0  # thread blocks that share a sequence's keys; 0: the kernel chooses
 
     @property
     def softmax_scale(self) -> float:

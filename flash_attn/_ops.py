@@ -280,7 +280,8 @@ def _flash_attn_with_kvcache(
     remember: Remember | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append to the cache in place, then attend to it; returns out and softmax_lse."""
-    if _numbers.integer("num_splits", num_splits) < 0:
+    num_splits = _numbers.integer("num_splits", num_splits)
+    if num_splits < 0:
         raise ValueError(
             f"num_splits must be at least 0 (0: the library chooses), got {num_splits}"
         )
@@ -308,6 +309,7 @@ def _flash_attn_with_kvcache(
         _arguments.check_destination("out", out, q, problem.out_shape)
     if new is not None and not _arguments.has_no_data(q):
         problem, remember = _backends.append(problem, new, remember)
+    problem = problem._replace(num_splits=num_splits)
     return _run_forward(problem, None, False, out, remember)[:2]
 
 

@@ -34,8 +34,8 @@ def kernels_forced() -> str | None:
 
 
 def takes(backend: str | None, feature: str) -> bool:
-    """Whether the backend, if it has kernels, has some with this feature."""
-    rows = (x for x in cuda._KERNELS if x.backend == backend)
+    """Whether the backend, if it has kernels, has some with this feature for any lengths."""
+    rows = (x for x in cuda._KERNELS if x.backend == backend and x.operation != "decode")
     return backend is None or any(feature in x.takes for x in rows)
 
 

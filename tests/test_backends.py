@@ -20,6 +20,8 @@ TAKEN = {
     ("backward", "sm80"): (set(), FULL | {"any_alignment"}),
     ("forward", "sm90"): ({"cache_slots", "pages"}, FULL),
     ("backward", "sm90"): (set(), FULL),
+    ("decode", "sm80"): ({"cache_slots", "pages"}, FULL - {"dropout"}),
+    ("decode", "sm90"): ({"cache_slots", "pages"}, FULL - {"dropout"}),
 }
 ROWS = [
     cuda.Kernel(
@@ -34,7 +36,7 @@ ROWS = [
     for (kernel, (always, full)), dtype, headdims, features in product(
         TAKEN.items(), ["fp16", "bf16"], HEADDIMS, ["plain", "full"]
     )
-    if kernel[1] != "sm90" or headdims in HEADDIMS[1:]
+    if kernel[1] != "sm90" or kernel[0] == "decode" or headdims in HEADDIMS[1:]
 ]
 SM80 = [row for row in ROWS if row.backend == "sm80"]
 Build = Callable[..., None]
@@ -180,6 +182,31 @@ def test_pages_and_cache_slots(build):
     assert SM80[cuda._kernel(pages, "sm80", "forward", True)].feature_set == "full"
     slots = problem()._replace(cache_batch_idx=index)
     assert [_backends.choose(slots, d) for d in ("forward", "backward")] == ["sm80", "tiled"]
+
+
+def test_few_rows_decode(build):
+    """Rows are pairs of a query and a head of the group; what is forced is not asked."""
+    build(ROWS, (9, 0))
+
+    def decodes(nheads: int, seqlen_q: int = 1, aligned: bool = True, **changes: float) -> bool:
+        q, k = (torch.zeros(1, n, h, 64).half() for n, h in ((seqlen_q, nheads), (70, 2)))
+        options = _arguments.options(
+            changes.get("dropout_p", 0.0), None, True, -1, -1, changes.get("softcap", 0.0), False
+        )
+        given = _arguments.dense(q, k, k, options)
+        return cuda._decodes(given, "sm90", aligned)
+
+    assert decodes(2, 32) and decodes(16, 4) and decodes(64) and decodes(8, softcap=1.0)
+    assert not any((decodes(2, 33), decodes(18, 4), decodes(66), decodes(8, dropout_p=0.5)))
+    assert not decodes(8, aligned=False)
+    with cuda.changed_setting("tile", 0):
+        assert not decodes(8)
+        with cuda.changed_setting("decode", True):
+            assert decodes(8)
+    with cuda.changed_setting("decode", False):
+        assert not decodes(8)
+    build(row for row in ROWS if row.operation != "decode")
+    assert not decodes(8)
 
 
 def test_built_backends_of_a_device(build):

@@ -7,6 +7,7 @@ other sequences, is NaN here.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,14 @@ from flash_attn._backends import cuda
 pytestmark = pytest.mark.gpu
 
 device = device_fixture("cuda-sm90")
+
+
+@pytest.fixture(autouse=True)
+def not_decoding() -> Iterator[None]:
+    """Few queries run in the forward here; the decode kernel has test_decode.py."""
+    with cuda.changed_setting("decode", False):
+        yield
+
 
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (40, 10)}}
 

@@ -133,9 +133,17 @@ __device__ void rescale_output(float (&out)[kRowTiles][kOutTiles][4],
   for_each(out, [&](float& x, int m, int, int j) { x *= factors[2 * m + j / 2]; });
 }
 
-// What each row of the output is to be multiplied by, `scale` over the row's sum (no visible key
-// and no sink: 0), and the row's natural log-sum-exp (then -inf); the same in all lanes that share
-// it.
+// The end of a row: what its output is to be multiplied by, `scale` over the row's sum (no visible
+// key and no sink: 0), and its natural log-sum-exp (then -inf).
+struct RowEnd {
+  float factor, lse;
+};
+__device__ inline RowEnd end_of_row(float reference, float sum, float scale) {
+  if (sum == 0.f) return {0.f, -INFINITY};
+  return {__fdividef(scale, sum), (reference + __log2f(sum)) * kLn2};
+}
+
+// The ends of all rows; the same in all lanes that share one.
 template <int kRowTiles, typename Team>
 __device__ void finish_rows(SoftmaxState<kRowTiles>& state, float scale,
                             float (&factors)[2 * kRowTiles], float (&lse)[2 * kRowTiles],
@@ -143,10 +151,10 @@ __device__ void finish_rows(SoftmaxState<kRowTiles>& state, float scale,
   team.sum(state.sum);
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
-    const float sum =
-        state.sum[r];  // 0, or at least 1: the reference is a score's own or the sink's
-    factors[r] = sum == 0.f ? 0.f : __fdividef(scale, sum);
-    lse[r] = sum == 0.f ? -INFINITY : (state.reference[r] + __log2f(sum)) * kLn2;
+    // The sum is 0, or at least 1: the reference is a score's own or the sink's.
+    const RowEnd end = end_of_row(state.reference[r], state.sum[r], scale);
+    factors[r] = end.factor;
+    lse[r] = end.lse;
   }
 }
 

@@ -21,13 +21,13 @@
 #include "common/shared_address.h"
 #include "common/softmax.h"
 #include "common/warp.h"
+#include "common/warp_matmul.h"
 #include "params.h"
 #include "ptx/atomics.h"
 #include "ptx/cp_async.h"
 #include "ptx/opaque.h"
 #include "sm80/backward_config.cuh"
 #include "sm80/shared_tile.cuh"
-#include "sm80/warp_matmul.cuh"
 
 namespace flash::sm80 {
 

@@ -22,64 +22,15 @@
 #include "common/shared_address.h"
 #include "common/softmax.h"
 #include "common/warp.h"
+#include "common/warp_matmul.h"
 #include "params.h"
 #include "ptx/cp_async.h"
-#include "ptx/ldmatrix.h"
-#include "ptx/mma_sync.h"
 #include "ptx/opaque.h"
 #include "sm80/forward_config.cuh"
 #include "sm80/row_team.cuh"
 #include "sm80/shared_tile.cuh"
 
 namespace flash::sm80 {
-
-// S = Q K^T for the queries of one team and the keys of one warp.
-// scores: (kTeamRows / 16, kWarpKeys / 8) accumulators of m16n8
-// q: (kTeamRows, kHeadDim), k: (kWarpKeys, kHeadDim), shared addresses within tiles
-template <typename T, int kHeadDim, int kRowTiles, int kColTiles>
-__device__ void compute_scores(float (&scores)[kRowTiles][kColTiles][4], uint32_t q, uint32_t k,
-                               int lane) {
-  using Layout = TileLayout<kHeadDim>;
-  const uint32_t q_offset = Layout::by_columns(lane), k_offset = Layout::by_rows(lane);
-  clear(scores);
-#pragma unroll
-  for (int d = 0; d < kHeadDim / 16; ++d) {
-    uint32_t q_fragment[kRowTiles][4];
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      ptx::ldmatrix_x4(q_fragment[m], q + Layout::in_block(q_offset, m, d));
-    }
-#pragma unroll
-    for (int n = 0; n < kColTiles; n += 2) {
-      uint32_t k_fragment[4];  // keys n*8 .. n*8+15: two B operands
-      ptx::ldmatrix_x4(k_fragment, k + Layout::in_block(k_offset, n / 2, d));
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        ptx::mma_m16n8k16(scores[m][n], q_fragment[m], k_fragment[0], k_fragment[1], T());
-        ptx::mma_m16n8k16(scores[m][n + 1], q_fragment[m], k_fragment[2], k_fragment[3], T());
-      }
-    }
-  }
-}
-
-// O += P V for 16 keys and every kTeam-th block of 16 columns.
-// out: (kTeamRows / 16, kHeadDimV / 8 / kTeam) accumulators, p: (kTeamRows / 16) A operands
-// v: shared address of the lane's place in the warp's first block of V; row_block: in units of 16
-template <typename T, int kHeadDimV, int kTeam, int kRowTiles, int kOutTiles>
-__device__ void multiply_by_values(float (&out)[kRowTiles][kOutTiles][4],
-                                   const uint32_t (&p)[kRowTiles][4], uint32_t v, int row_block) {
-#pragma unroll
-  for (int d = 0; d < kOutTiles; d += 2) {
-    uint32_t v_fragment[4];  // 16 columns: two B operands
-    ptx::ldmatrix_x4_trans(v_fragment,
-                           TileLayout<kHeadDimV>::in_block(v, row_block, d / 2 * kTeam));
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      ptx::mma_m16n8k16(out[m][d], p[m], v_fragment[0], v_fragment[1], T());
-      ptx::mma_m16n8k16(out[m][d + 1], p[m], v_fragment[2], v_fragment[3], T());
-    }
-  }
-}
 
 // O += P V with P = exp(S), 16 keys at a time: while the tensor cores multiply by one part of P,
 // the next is computed. The accumulators of two neighbouring key tiles, once rounded to T, are an A

@@ -48,6 +48,10 @@ _OPERANDS = {"out", "dout", "dq", "dk", "dv"}
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 
+# Rows, pairs of a query and a head of the group that reads the same keys, of a tile of the decode
+# kernels. With more, keys would be read again.
+_DECODE_ROWS = 32
+
 # Features of a call, as messages name them where their name will not do.
 _DESCRIPTIONS = {
     "any_alignment": "tensors that cannot be moved 16 bytes at a time",
@@ -57,13 +61,15 @@ _DESCRIPTIONS = {
 
 # What, beside a call itself, decides its launch: the backend that is forced; the shared memory of a
 # thread block in bytes (0: what the device has); the kernel's tile shape, counted from 0 (-1: the
-# kernel chooses), and into how many parts a forward divides the keys (0: likewise); who wants to
-# see all choices, as if calls were the first ones. Each state that occurs gets a number.
+# kernel chooses), and into how many parts a forward divides the keys (0: likewise); whether the
+# decode kernels run forwards (None: those of few rows that they take); who wants to see all
+# choices, as if calls were the first ones. Each state that occurs gets a number.
 _settings: dict[str, Any] = {
     "backend": None,
     "shared_memory": 0,
     "tile": -1,
     "num_splits": 0,
+    "decode": None,
     "observer": None,
 }
 _states: dict[tuple[Any, ...], int] = {}
@@ -342,7 +348,8 @@ def forward(
     else:
         tensors["out"] = out
     results["lse"] = lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
-    prepared = _prepare(problem, "forward", backend, tensors, results)
+    operation = "decode" if _decodes(problem, backend, _is_aligned(out)) else "forward"
+    prepared = _prepare(problem, operation, backend, tensors, results)
     prepared.run()
     if return_probs:
         return out, lse, tiled.signed_probabilities(problem, lse, rng_state)
@@ -491,6 +498,18 @@ def _kernel_of_tokens(operation: str, x: Tensor) -> int:
     return next(rows, -1)
 
 
+def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:
+    """Whether a decode kernel runs the forward. (A tile shape that is forced is the forward's.)"""
+    forced = _settings["decode"]
+    if forced is not None:
+        return bool(forced)
+    rows = problem.max_seqlen_q * (problem.nheads // problem.nheads_kv)
+    if rows > _DECODE_ROWS or _settings["tile"] >= 0:
+        return False
+    aligned = out_aligned and _are_aligned(problem)
+    return isinstance(_kernel(problem, backend, "decode", aligned), int)
+
+
 def _is_empty(problem: Attention) -> bool:
     """Whether there is nothing to launch: no query, or no key."""
     return (
@@ -547,6 +566,8 @@ def _prepare(
         "window_right": min(problem.window_right, max_seqlen_q),
         **{name: _settings[name] for name in ("shared_memory", "tile", "num_splits")},
     }
+    if operation == "decode" and not numbers["num_splits"]:
+        numbers["num_splits"] = min(problem.num_splits, 2**16)  # more than any kernel takes
     call = _C.prepare(kernel, {**given, **results}, numbers)
     return Prepared(call, given, results, like or {})
 

@@ -1,0 +1,60 @@
+// Tiles and shared memory of the decode kernel.
+#pragma once
+
+#include <cstddef>
+
+#include "params.h"
+
+namespace flash::decode {
+
+constexpr int kWarps = 4;
+// Parts into which the keys of a tile are divided at most.
+constexpr int kMostSplits = 256;
+
+// Tile shapes: one or two row tiles of 16 rows. Where two would spill, further thread blocks take
+// the rows that are left.
+constexpr int count_tiles(int headdim_v) { return headdim_v <= 128 ? 2 : 1; }
+
+// kOverlaps_: on Hopper, launched with programmatic stream serialization. An SM there has room for
+// two thread blocks with 24 KB of keys and values under way for each warp; elsewhere one thread
+// block fits 99 KB.
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kRowTiles_,
+          bool kOverlaps_>
+struct DecodeConfig {
+  using T = T_;
+  static constexpr FeatureSet kFeatures = kFeatures_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kRowTiles = kRowTiles_;
+  static constexpr int kRows = 16 * kRowTiles;
+  static constexpr bool kOverlaps = kOverlaps_;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kBlockN = kHeadDim == 32 ? 32 : 16;  // keys of a step of a warp
+  static constexpr int kStepKeys = kWarps * kBlockN;        // of all warps
+
+  // A slot of a warp's ring holds a block of keys or of values.
+  static constexpr int kSlotElements = kBlockN * (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV);
+  static constexpr int kSlotBytes = kSlotElements * sizeof(T);
+  static constexpr int kSlots = (kOverlaps ? 24 : 20) * 1024 / kSlotBytes;
+  static_assert(kSlots >= 2);
+
+  // Of the output of a warp: with 8 more columns, lanes that write 8 rows meet different banks.
+  static constexpr int kOutStride = kHeadDimV + 8;
+
+  struct SharedStorage {
+    alignas(128) T q[kRows * kHeadDim];  // in the order of TileLayout
+    union {
+      alignas(128) T ring[kWarps][kSlots][kSlotElements];  // slots in the order of TileLayout
+      float4 out[kWarps][kRows][kOutStride / 4];           // at the end: what each warp has
+      float2 parts[kRows][kMostSplits];                    // then: factors and sums of the parts
+    };
+    float references[kWarps][kRows], sums[kWarps][kRows];
+  };
+  static constexpr size_t kSharedBytes = sizeof(SharedStorage);
+  // An SM has 228 KB on Hopper and keeps 1 KB for each thread block.
+  static_assert(kOverlaps ? kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024
+                          : kSharedBytes <= 99 * 1024);
+};
+
+}  // namespace flash::decode

@@ -1,0 +1,11 @@
+// The decode kernel of Ampere-class GPUs.
+#pragma once
+
+#include "decode/decode_launch.cuh"
+
+namespace flash::sm80 {
+
+template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+using DecodeRow = decode::DecodeRow<T, Out, kHeadDim, kHeadDimV, kFeatures, false>;
+
+}  // namespace flash::sm80
