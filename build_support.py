@@ -67,7 +67,7 @@ class Kernel:
     @property
     def cost(self) -> tuple[int, int, bool]:
         """Orders kernels by how long they take to compile."""
-        operation = ("decode", "forward", "backward").index(self.operation)
+        operation = ("append", "rotary", "decode", "forward", "backward").index(self.operation)
         return operation, self.headdim + self.headdim_v, self.features == "full"
 
 
