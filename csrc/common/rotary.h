@@ -19,18 +19,21 @@ struct alignas(sizeof(T) * kChannels < 16 ? sizeof(T) * kChannels : 16) Channels
   T x[kChannels];
 };
 
-// Of one token: where it is, and the rows of the tables for its position. cos null: not rotated.
+// Of one token: the rows of the tables for its position, `row` behind that of its sequence's first,
+// or the nearest that there are. cos null: not rotated.
 template <typename Table>
 struct TokenAngles {
   const Table *cos, *sin;  // (pairs)
   float sign;              // of sin
 
-  __device__ TokenAngles(const Rotation& rotation, int position)
+  // row: not negative
+  __device__ TokenAngles(const Rotation& rotation, int row, int offset)
       : cos(nullptr), sin(nullptr), sign(rotation.conjugate ? -1.f : 1.f) {
     if (rotation.cos == nullptr) return;
-    const int64_t row = min(max(position, 0), rotation.positions - 1);
-    cos = static_cast<const Table*>(rotation.cos) + row * rotation.pairs;
-    sin = static_cast<const Table*>(rotation.sin) + row * rotation.pairs;
+    const int64_t position =
+        max(min(int64_t{row} + offset, int64_t{rotation.positions} - 1), int64_t{0});
+    cos = static_cast<const Table*>(rotation.cos) + position * rotation.pairs;
+    sin = static_cast<const Table*>(rotation.sin) + position * rotation.pairs;
   }
 };
 

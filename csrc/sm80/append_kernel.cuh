@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256) append_kernel(const __grid_constant__ App
     const int used = params.seqused_k[batch];
     if (moved == Moved::kQueries) {
       if (row >= params.seqlen_q) continue;
-      const TokenAngles<Table> angles(params.rotation, max(used, 0) + (params.masked ? row : 0));
+      const TokenAngles<Table> angles(params.rotation, params.masked ? row : 0, max(used, 0));
       move(params.q, batch, rows_of<T>(params.rotated_q, batch, row, 0),
            params.rotated_q.head_stride, params.nheads, params.headdim, angles);
       continue;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(256) append_kernel(const __grid_constant__ App
     const Operand& cache = keys ? params.k : params.v;
     const int64_t offset = cache_offset(params, cache, batch, used + row);
     if (offset < 0) continue;
-    TokenAngles<Table> angles(params.rotation, used + row);
+    TokenAngles<Table> angles(params.rotation, row, used);
     if (!keys) angles.cos = nullptr;
     move(keys ? params.k_new : params.v_new, batch, static_cast<T*>(cache.data) + offset,
          cache.head_stride, params.nheads_kv, keys ? params.headdim : params.headdim_v, angles);

@@ -7,9 +7,9 @@
 
 namespace flash::sm80 {
 
-// Position of a token of packed sequences; -1: it belongs to none.
+// The sequence of a packed token; -1: it belongs to none.
 // cu_seqlens: (batch + 1), not decreasing
-__device__ inline int packed_position(const RotaryParams& params, int token) {
+__device__ inline int sequence_of(const RotaryParams& params, int token) {
   const int* const bounds = params.cu_seqlens;
   int low = 0, high = params.batch;  // the first sequence that ends behind the token
   while (low < high) {
@@ -20,9 +20,7 @@ __device__ inline int packed_position(const RotaryParams& params, int token) {
       low = middle + 1;
     }
   }
-  if (low == params.batch || token < bounds[0]) return -1;
-  const int offset = params.offsets == nullptr ? params.offset : params.offsets[low];
-  return max(token - bounds[low] + offset, 0);
+  return low == params.batch || token < bounds[0] ? -1 : low;
 }
 
 // Grid: (tokens of a sequence, sequences); packed tokens count as one sequence.
@@ -33,10 +31,12 @@ __global__ void __launch_bounds__(256) rotary_kernel(const __grid_constant__ Rot
   if (row >= params.seqlen) return;
   const int batch_end = packed ? 1 : params.batch;
   for (int batch = blockIdx.y; batch < batch_end; batch += gridDim.y) {
-    const int offset = params.offsets == nullptr ? params.offset : params.offsets[batch];
-    const int position = packed ? packed_position(params, row) : max(offset + row, 0);
-    TokenAngles<Table> angles(params.rotation, position);
-    if (position < 0) angles.cos = nullptr;
+    const int sequence = packed ? sequence_of(params, row) : batch;
+    const int first = packed && sequence >= 0 ? params.cu_seqlens[sequence] : 0;
+    const int offset =
+        params.offsets == nullptr || sequence < 0 ? params.offset : params.offsets[sequence];
+    TokenAngles<Table> angles(params.rotation, row - first, offset);
+    if (sequence < 0) angles.cos = nullptr;
     if (params.in_place && angles.cos == nullptr) continue;
     move_token<kPairs>(rows_of<const T>(params.x, batch, row, 0), params.x.head_stride,
                        rows_of<T>(params.out, batch, row, 0), params.out.head_stride, params.nheads,
