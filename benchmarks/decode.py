@@ -28,7 +28,7 @@ class Grid(NamedTuple):
     unit: str = "TB/s"
 
 
-MOST_TOKENS = 2**19  # of all caches of a case: 2 GiB in bf16 with 8 heads of 128
+MOST_ROWS = 2**26  # of all caches and heads of a case: 32 GiB in bf16 with heads of 128
 
 
 def grids(k: int) -> dict[str, Grid]:
@@ -40,18 +40,19 @@ def grids(k: int) -> dict[str, Grid]:
         heads: Sequence[tuple[int, int]] = ((32, 8),),
         **axes: Sequence[Any],
     ) -> list[dict[str, Any]]:
-        sizes = [(b, n * k) for b in batches for n in lengths if b * n * 1024 <= MOST_TOKENS]
         return [
-            decoding(*size, *pair, **fields)
+            decoding(b, n * k, *pair, **fields)
             for pair in heads
-            for size in sizes
+            for b in batches
+            for n in lengths
             for fields in combinations(**axes)
+            if b * n * 1024 * pair[1] <= MOST_ROWS
         ]
 
     many_heads = ((32, 32), (32, 8), (64, 8), (16, 1))
     return {
         "context": Grid(each((1, 4, 16, 64, 256), (1, 4, 16, 64, 128)), "seqlen"),
-        "heads": Grid(each((1, 16), [8], many_heads), "heads"),
+        "heads": Grid(each((1, 16, 64), (1, 8, 64), many_heads), "heads"),
         "pages": Grid(each((1, 16), [8], page_size=(0, 1, 16, 64, 256)), "page_size"),
         "queries": Grid(each((1, 16), [8], ((32, 8), (16, 1)), queries=(1, 4, 8)), "queries"),
         "chunks": Grid(

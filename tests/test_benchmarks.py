@@ -334,10 +334,10 @@ def test_grids_of_caches(k):
         name: [Case("forward", "bf16", **x) for x in g.cases] for name, g in decode.grids(k).items()
     }
     for name, cases in found.items():
-        assert len(cases) == len(set(cases)) <= 30
+        assert len(cases) == len(set(cases)) <= 36
         for case in cases:
             assert case.queries <= case.seqlen and case.flops > 0
-            assert case.bytes <= 5 * 2**30 and case.longest[1] == case.seqlen
+            assert case.bytes <= 33 * 2**30 and case.longest[1] == case.seqlen
         rows = [c.described() for c in cases]
         assert all(decode.grids(k)[name].axis in plots.cache_axes(row) for row in rows)
     heads = {(c.nheads, c.nheads_kv) for c in found["heads"]}
