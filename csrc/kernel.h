@@ -29,8 +29,7 @@ struct Workspace {
 // The workspaces of one call, as its kernel asks for them.
 class Workspaces {
  public:
-  explicit Workspaces(const CallParams& params)
-      : params_(reinterpret_cast<const char*>(&params)) {}
+  explicit Workspaces(const CallParams& params) : params_(reinterpret_cast<const char*>(&params)) {}
 
   // pointer: the field of the parameters that it is to be written to
   template <typename T>
