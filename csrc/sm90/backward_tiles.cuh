@@ -118,10 +118,12 @@ struct KeyTileRange {
     const int head = tile.head_kv * group;
     const int first = schedule.rotated ? first_block() : m_blocks.end - 1;
     if (tile.parts == 1) return {head, first, blocks * group, first};
-    const int unit = params.dq_turn != nullptr && tile.parts <= group ? blocks : 1;
-    const int units = blocks * group / unit;
-    const int begin = units * tile.part / tile.parts * unit;
-    const int end = units * (tile.part + 1) / tile.parts * unit;
+    int begin = blocks * group * tile.part / tile.parts;
+    int end = blocks * group * (tile.part + 1) / tile.parts;
+    if (params.deterministic && tile.parts <= group) {
+      begin -= begin % blocks;
+      end -= end % blocks;
+    }
     int m_block = first - begin % blocks;
     if (m_block < m_blocks.begin) m_block += blocks;
     return {head + begin / blocks, m_block, end - begin, first};
