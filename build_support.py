@@ -87,9 +87,8 @@ KERNELS = tuple(
     )
     for dtype, headdims, features in product(CPP_DTYPES, all_headdims, CPP_FEATURES)
 ) + tuple(
-    Kernel(operation, "sm80", dtype, dtype, *HEADDIMS[-1], "full")
-    for operation in ("rotary", "append")  # of any head dim, and any alignment
-    for dtype in CPP_DTYPES
+    Kernel(operation, backend, dtype, dtype, *HEADDIMS[-1], "full")  # of any head dim
+    for backend, operation, dtype in product(("sm80", "sm90"), ("rotary", "append"), CPP_DTYPES)
 )
 
 

@@ -358,9 +358,8 @@ void read(Reader& reader, RotaryParams& params) {
                                 "; accepted: 3 dimensions where packed (cu_seqlens), else 4");
   }
   reader.operand("x", params.x, rows_of(x, x.size[x.ndim - 1]), dtype);
-  params.out = params.x;
   params.in_place = !reader.has("out");
-  if (!params.in_place) reader.operand("out", params.out, rows_of(x, x.size[x.ndim - 1]), dtype);
+  reader.operand(params.in_place ? "x" : "out", params.out, rows_of(x, x.size[x.ndim - 1]), dtype);
   params.batch = to_int("batch", packed ? reader.get("cu_seqlens").size[0] - 1 : x.size[0]);
   params.seqlen = to_int("rows of x", packed ? x.size[0] : x.size[1]);
   params.nheads = to_int("nheads", x.size[x.ndim - 2]);

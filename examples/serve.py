@@ -119,12 +119,13 @@ class Cache:
 
 
 class Server:
-    def __init__(self, model: Llama, cache: Cache, batch: int, longest: int) -> None:
+    def __init__(self, model: Llama, cache: Cache, batch: int) -> None:
         weight = model.head.weight
         self.model, self.cache, self.device = model, cache, str(weight.device)
         self.k, self.v = weight.new_empty(2, len(model.layers), *cache.shape, *model.kv_shape)
         frequencies = 10000 ** (-torch.arange(0, HEADDIM, 2) / HEADDIM)
-        angles = torch.outer(torch.arange(longest), frequencies).to(weight.device)
+        rows = cache.page_size * cache.table.shape[1]  # that a sequence may have
+        angles = torch.outer(torch.arange(rows), frequencies).to(weight.device)
         self.rotary = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
         self.lengths = torch.full((batch,), -1, dtype=torch.int32)  # in the cache, -1: not in use
 
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = Llama(args.layers, args.hidden, args.group).to(args.device, dtype)
     longest = args.prompt + args.new
     cache = Cache(args.batch, longest, None if args.contiguous else args.page_size)
-    server = Server(model, cache, args.batch, longest)
+    server = Server(model, cache, args.batch)
 
     def random(most: int) -> int:
         return int(torch.randint(-(-most // 4), most + 1, ()))

@@ -10,7 +10,7 @@ from torch._C._autograd import CreationMeta, _get_creation_meta
 
 from flash_attn import _backends, _ops
 from flash_attn._arguments import check_longest, is_readable, lengths_of
-from flash_attn._backends import Remember
+from flash_attn._backends import Remember, cuda
 from flash_attn._backends.rotation import rotate
 from flash_attn._numbers import integer
 
@@ -69,6 +69,8 @@ def apply_rotary(
         if not _ops.wants_gradient((x, *tables)):
             results = _run_kernel(x, *rest, inplace, conjugate)
             if results is not None:
+                if inplace:
+                    cuda.count_writes((x,))
                 return x if inplace else results[0]
         elif not _ops.wants_gradient(tables):
             check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)

@@ -93,6 +93,31 @@ def test_rotary_runs_by_a_kernel():
     assert len(known) == 1
 
 
+def test_writes_are_counted():
+    """What autograd has saved must not change unnoticed: in place, and in the cache."""
+    cos, sin = rotary_tables(50, 64, torch.bfloat16, DEVICE)
+    x = tokens({}, 64, torch.bfloat16)
+    step = Step([5, 40, 0])
+    for _ in range(2):
+        before = [y._version for y in (x, *step.caches)]
+        _rotary.apply_rotary(x, cos, sin, inplace=True)
+        step(*step.caches)
+        assert [y._version for y in (x, *step.caches)] == [version + 1 for version in before]
+    with torch.inference_mode():
+        _rotary.apply_rotary(x.clone(), cos, sin, inplace=True)
+        step(*(y.clone() for y in step.caches))
+
+
+def test_rotary_in_place_again():
+    """A call like an earlier one writes to its own tensor."""
+    cos, sin = rotary_tables(50, 64, torch.bfloat16, DEVICE)
+    for _ in range(3):
+        x = tokens({}, 64, torch.bfloat16)
+        before, expected = x.clone(), _rotary.apply_rotary(x, cos, sin)
+        other = _rotary.apply_rotary(before, cos, sin, inplace=True)
+        assert other is before and torch.equal(other, expected)
+
+
 @pytest.mark.parametrize("nheads", [1, 3, 4, 17, 40])
 def test_rotary_of_strided_tokens(nheads):
     """Views of a packed tensor and of transposed heads; what is around them stays."""

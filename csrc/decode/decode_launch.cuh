@@ -45,6 +45,7 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   const int splits = choose_splits(
       params, tiles, Config::kStepKeys,
       int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) * sizeof(typename Config::T),
+      std::min<int64_t>(rows, Config::kRows) * Config::kHeadDimV * sizeof(float),
       int64_t{blocks_per_sm} * multiprocessors(), tiles <= kKeptZero ? kMostSplits : 1);
   params.num_splits = splits;
   params.window_left = bounded_window(params.window_left, params.seqlen_k);

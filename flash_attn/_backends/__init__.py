@@ -111,12 +111,11 @@ def append(
     Return the problem with these keys, queries rotated; and ``remember`` for the launch of its
     forward, given that of the append as well.
     """
-    backend = choose(problem)  # a forced one that cannot attend refuses before the cache changes
-    if backend == "tiled" or not _built_backends(problem.q.device, "append"):
+    choose(problem)  # a forced backend that cannot attend refuses before the cache changes
+    backend = _of_tokens(problem.q, "append")
+    if backend is None or not cuda.appends(problem, new, backend):
         return tiled.append(problem, new), None
-    if not cuda.appends(problem, new):
-        return tiled.append(problem, new), None
-    problem, appended = cuda.append(problem, new)
+    problem, appended = cuda.append(problem, new, backend)
     if remember is None:
         return problem, None
     return problem, lambda attended: remember(cuda.PreparedPair(appended, attended))
@@ -124,9 +123,14 @@ def append(
 
 def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether a kernel rotates the tokens of ``x``."""
-    if cuda.forced_backend() == "tiled" or not _built_backends(x.device, "rotary"):
-        return False
-    return cuda.rotates(x, cos, sin)
+    backend = _of_tokens(x, "rotary")
+    return backend is not None and cuda.rotates(x, cos, sin, backend)
+
+
+def _of_tokens(x: Tensor, operation: str) -> str | None:
+    """The backend whose kernel moves tokens on the device of ``x``; None: the tiled one does."""
+    backends = _built_backends(x.device, operation)
+    return None if cuda.forced_backend() == "tiled" or not backends else backends[0]
 
 
 def rotate(
@@ -141,7 +145,10 @@ def rotate(
     remember: Remember | None = None,
 ) -> tuple[Tensor, ...]:
     """Return what :func:`flash_attn._rotary.apply_rotary` does; nothing if ``inplace``."""
-    return cuda.rotate(x, cos, sin, offsets, cu_seqlens, interleaved, conjugate, inplace, remember)
+    backend = _of_tokens(x, "rotary")
+    assert backend is not None
+    how = offsets, cu_seqlens, interleaved, conjugate, inplace, remember
+    return cuda.rotate(x, cos, sin, *how, backend=backend)
 
 
 def _forced_backend(problem: Attention, forced: str, operation: str) -> str:

@@ -1,6 +1,6 @@
 """The compiled kernels: what they cover, and calls of them through flash_attn._C."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from flash_attn._arguments import Attention, CacheAppend
 from flash_attn._backends import tiled
@@ -215,9 +216,18 @@ class LaunchPair(NamedTuple):
 
     first: Launch
     second: Launch
+    written: tuple[int, ...]  # places of the arguments that the first writes to
 
     def __call__(self, arguments: tuple[Any, ...]) -> list[Tensor]:
+        count_writes(arguments[place] for place in self.written)
         return self.second((*arguments, *self.first(arguments)))
+
+
+def count_writes(tensors: Iterable[Tensor]) -> None:
+    """Let autograd know that the tensors are written to, as PyTorch's operations do."""
+    for x in tensors:
+        if not x.is_inference():  # which count none
+            increment_version(x)
 
 
 AnyLaunch = Launch | LaunchPair
@@ -305,7 +315,8 @@ class PreparedPair(NamedTuple):
         taken |= {of_attention[name] for name in self.attention.tensors} - {*behind.values()}
         if _count_tensors(arguments) != len(taken):
             return None
-        return LaunchPair(self.append.at(places), self.attention.at(of_attention))
+        written = places["k"], places["v"]
+        return LaunchPair(self.append.at(places), self.attention.at(of_attention), written)
 
 
 AnyPrepared = Prepared | PreparedPair
@@ -400,18 +411,18 @@ def backward(
     return delta
 
 
-def appends(problem: Attention, new: CacheAppend) -> bool:
+def appends(problem: Attention, new: CacheAppend, backend: str) -> bool:
     """Whether the kernel appends this."""
     tensors = (problem.q, problem.k, problem.v, new.k, new.v)
     return (
-        _kernel_of_tokens("append", problem.q) >= 0
+        _kernel_of_tokens("append", backend, problem.q) >= 0
         and not any(x.numel() == 0 or x.stride(-1) != 1 for x in tensors)
         and (new.rotary_cos is None or new.rotary_cos.numel() > 0)
         and (problem.block_table is None or problem.block_table.numel() > 0)
     )
 
 
-def append(problem: Attention, new: CacheAppend) -> tuple[Attention, Prepared]:
+def append(problem: Attention, new: CacheAppend, backend: str) -> tuple[Attention, Prepared]:
     """As tiled.append, of what ``appends`` says yes to; also the launch."""
     q, used = problem.q, new.cache_seqlens.contiguous()
     tensors: dict[str, Tensor | None] = {
@@ -435,16 +446,17 @@ def append(problem: Attention, new: CacheAppend) -> tuple[Attention, Prepared]:
         "masked": problem.window_left >= 0 or problem.window_right >= 0,
     }
     given = {name: x for name, x in tensors.items() if x is not None}
-    call = _C.prepare(_kernel_of_tokens("append", q), {**given, **results}, numbers)
+    call = _C.prepare(_kernel_of_tokens("append", backend, q), {**given, **results}, numbers)
     prepared = Prepared(call, given, results, {})
+    count_writes((problem.k, problem.v))
     prepared.run()
     return problem._replace(q=results.get("rotated_q", q), seqused_k=results["lengths"]), prepared
 
 
-def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def rotates(x: Tensor, cos: Tensor, sin: Tensor, backend: str) -> bool:
     """Whether the kernel has this rotary embedding."""
     return (
-        _kernel_of_tokens("rotary", x) >= 0
+        _kernel_of_tokens("rotary", backend, x) >= 0
         and x.stride(-1) == 1
         and x.numel() > 0
         and 0 not in x.stride()
@@ -464,6 +476,8 @@ def rotate(
     conjugate: bool,
     inplace: bool,
     remember: Callable[[Prepared], None] | None = None,
+    *,
+    backend: str,
 ) -> tuple[Tensor, ...]:
     """Return what _rotary.apply_rotary does, of what ``rotates`` says yes to.
 
@@ -483,7 +497,7 @@ def rotate(
         "offset": 0 if isinstance(offsets, Tensor) else offsets,
     }
     given = {name: x for name, x in tensors.items() if x is not None}
-    call = _C.prepare(_kernel_of_tokens("rotary", x), {**given, **results}, numbers)
+    call = _C.prepare(_kernel_of_tokens("rotary", backend, x), {**given, **results}, numbers)
     prepared = Prepared(call, given, results, {})
     prepared.run()
     if remember is not None:
@@ -491,11 +505,10 @@ def rotate(
     return tuple(results.values())
 
 
-def _kernel_of_tokens(operation: str, x: Tensor) -> int:
+def _kernel_of_tokens(operation: str, backend: str, x: Tensor) -> int:
     """The row of the kernel for tokens of this dtype, whatever their head dim; -1: none."""
-    name = _DTYPES.get(x.dtype)
-    rows = (i for i, row in enumerate(_KERNELS) if (row.operation, row.dtype) == (operation, name))
-    return next(rows, -1)
+    wanted = operation, backend, _DTYPES.get(x.dtype)
+    return next((i for i, row in enumerate(_KERNELS) if row[:3] == wanted), -1)
 
 
 def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:

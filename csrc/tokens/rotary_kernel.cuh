@@ -1,11 +1,12 @@
 // Rotary embedding of tokens, out of place or in place.
 #pragma once
 
-#include "common/rotary.h"
 #include "common/sequence.h"
 #include "params.h"
+#include "ptx/griddepcontrol.h"
+#include "tokens/move_token.cuh"
 
-namespace flash::sm80 {
+namespace flash::tokens {
 
 // The sequence of a packed token; -1: it belongs to none.
 // cu_seqlens: (batch + 1), not decreasing
@@ -24,10 +25,14 @@ __device__ inline int sequence_of(const RotaryParams& params, int token) {
 }
 
 // Grid: (tokens of a sequence, sequences); packed tokens count as one sequence.
-template <typename T, typename Table, int kPairs>
-__global__ void __launch_bounds__(256) rotary_kernel(const __grid_constant__ RotaryParams params) {
+// kOverlaps: launched so that it starts while the kernel before is ending, and lets the next one.
+template <typename T, typename Table, int kPairs, bool kOverlaps>
+__global__ void __launch_bounds__(kTokenThreads)
+    rotary_kernel(const __grid_constant__ RotaryParams params, const TokenBlock block) {
+  if constexpr (kOverlaps) overlap();
+  const TokenThread thread(block);
   const bool packed = params.cu_seqlens != nullptr;
-  const int row = blockIdx.x * blockDim.z + threadIdx.z;
+  const int row = blockIdx.x * block.tokens + thread.token;
   if (row >= params.seqlen) return;
   const int batch_end = packed ? 1 : params.batch;
   for (int batch = blockIdx.y; batch < batch_end; batch += gridDim.y) {
@@ -40,8 +45,9 @@ __global__ void __launch_bounds__(256) rotary_kernel(const __grid_constant__ Rot
     if (params.in_place && angles.cos == nullptr) continue;
     move_token<kPairs>(rows_of<const T>(params.x, batch, row, 0), params.x.head_stride,
                        rows_of<T>(params.out, batch, row, 0), params.out.head_stride, params.nheads,
-                       params.headdim, angles, params.rotation.pairs, params.rotation.interleaved);
+                       params.headdim, angles, params.rotation.pairs, params.rotation.interleaved,
+                       block, thread);
   }
 }
 
-}  // namespace flash::sm80
+}  // namespace flash::tokens

@@ -1,11 +1,12 @@
 // Writes new keys and values to a cache, keys rotated; rotates queries; counts the keys.
 #pragma once
 
-#include "common/rotary.h"
 #include "common/sequence.h"
 #include "params.h"
+#include "ptx/griddepcontrol.h"
+#include "tokens/move_token.cuh"
 
-namespace flash::sm80 {
+namespace flash::tokens {
 
 // What a thread block of the grid's third dimension moves.
 enum class Moved : unsigned { kKeys, kValues, kQueries };
@@ -25,15 +26,19 @@ __device__ inline int64_t cache_offset(const AppendParams& params, const Operand
 }
 
 // Grid: (tokens of a sequence, sequences, Moved).
-template <typename T, typename Table, int kPairs>
-__global__ void __launch_bounds__(256) append_kernel(const __grid_constant__ AppendParams params) {
+// kOverlaps: launched so that it starts while the kernel before is ending, and lets the next one.
+template <typename T, typename Table, int kPairs, bool kOverlaps>
+__global__ void __launch_bounds__(kTokenThreads)
+    append_kernel(const __grid_constant__ AppendParams params, const TokenBlock block) {
+  if constexpr (kOverlaps) overlap();
+  const TokenThread thread(block);
   const Moved moved{blockIdx.z};
-  const int row = blockIdx.x * blockDim.z + threadIdx.z;
+  const int row = blockIdx.x * block.tokens + thread.token;
   const auto move = [&](const Operand& source, int batch, T* target, int64_t target_stride,
                         int nheads, int headdim, const TokenAngles<Table>& angles) {
     move_token<kPairs>(rows_of<const T>(source, batch, row, 0), source.head_stride, target,
                        target_stride, nheads, headdim, angles, params.rotation.pairs,
-                       params.rotation.interleaved);
+                       params.rotation.interleaved, block, thread);
   };
   for (int batch = blockIdx.y; batch < params.batch; batch += gridDim.y) {
     const int used = params.seqused_k[batch];
@@ -45,7 +50,7 @@ __global__ void __launch_bounds__(256) append_kernel(const __grid_constant__ App
       continue;
     }
     const bool keys = moved == Moved::kKeys;
-    if (keys && row == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
+    if (keys && row == 0 && thread.x == 0 && thread.y == 0) {
       params.lengths[batch] = used < 0 ? used : static_cast<unsigned>(used) + params.seqlen_new;
     }
     if (row >= params.seqlen_new || used < 0 || used >= params.seqlen_k - row) continue;
@@ -59,4 +64,4 @@ __global__ void __launch_bounds__(256) append_kernel(const __grid_constant__ App
   }
 }
 
-}  // namespace flash::sm80
+}  // namespace flash::tokens

@@ -9,9 +9,14 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "host/launch.h"
 #include "params.h"
+#include "ptx/griddepcontrol.h"
 
-namespace flash {
+namespace flash::tokens {
+
+constexpr int kTokenThreads = 128;  // of a thread block
+constexpr int kTokenHeads = 4;      // of a thread at a time
 
 // Channels that a thread moves at a time, 16 bytes by each instruction at most.
 template <typename T, int kChannels>
@@ -60,48 +65,69 @@ __device__ void rotate(Channels<T, kPairs>& first, Channels<T, kPairs>& second,
   for (int i = 0; i < kPairs; ++i) turn(first.x[i], second.x[i], i);
 }
 
-// Moves heads of one token. Threads x share the channels, threads y the heads: a thread reads its
-// angles once for all of its heads.
+// How the threads of a block share tokens: threads x the channels of one, threads y its heads.
+struct TokenBlock {
+  int x, y, tokens;
+
+  TokenBlock(int headdim, int pairs, int nheads, int channels)
+      : x(std::min((headdim - pairs + channels - 1) / channels, kTokenThreads)),
+        y(std::min((nheads + kTokenHeads - 1) / kTokenHeads, kTokenThreads / x)),
+        tokens(kTokenThreads / (x * y)) {}
+
+  int threads() const { return x * y * tokens; }
+};
+
+// The place of a thread in it.
+struct TokenThread {
+  int x, y, token;
+
+  __device__ explicit TokenThread(const TokenBlock& block)
+      : x(threadIdx.x % block.x),
+        y(threadIdx.x / block.x % block.y),
+        token(threadIdx.x / (block.x * block.y)) {}
+};
+
+// Moves the heads of one token. A thread reads its angles once for kTokenHeads heads.
 // source, target: (nheads, headdim), head_strides apart; may be the same
 template <int kPairs, typename T, typename Table>
 __device__ void move_token(const T* source, int64_t source_stride, T* target, int64_t target_stride,
                            int nheads, int headdim, const TokenAngles<Table>& angles, int pairs,
-                           bool interleaved) {
-  constexpr int kHeads = 4;  // at a time
+                           bool interleaved, const TokenBlock& block, const TokenThread& thread) {
   const int rotated_units = angles.cos == nullptr ? 0 : pairs / kPairs;
   const int first_copied = rotated_units * 2 * kPairs;
   const int units = rotated_units + (source == target ? 0 : (headdim - first_copied) / kPairs);
-  for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+  for (int unit = thread.x; unit < units; unit += block.x) {
     const bool rotated = unit < rotated_units;
     const int first = !rotated      ? first_copied + (unit - rotated_units) * kPairs
                       : interleaved ? unit * 2 * kPairs
                                     : unit * kPairs;
     const int second = first + (interleaved ? kPairs : pairs);
-    float cos[kPairs], sin[kPairs];
-    if (rotated) {
-      using Row = Channels<Table, kPairs>;
-      const Row cos_row = reinterpret_cast<const Row*>(angles.cos)[unit];
-      const Row sin_row = reinterpret_cast<const Row*>(angles.sin)[unit];
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        cos[i] = static_cast<float>(cos_row.x[i]);
-        sin[i] = angles.sign * static_cast<float>(sin_row.x[i]);
-      }
-    }
-    for (int begin = threadIdx.y; begin < nheads; begin += kHeads * blockDim.y) {
+    for (int begin = thread.y; begin < nheads; begin += kTokenHeads * block.y) {
       using Some = Channels<T, kPairs>;
-      Some a[kHeads], b[kHeads];
+      Some a[kTokenHeads], b[kTokenHeads];
 #pragma unroll
-      for (int i = 0; i < kHeads; ++i) {
-        const int head = begin + i * blockDim.y;
+      for (int i = 0; i < kTokenHeads; ++i) {
+        const int head = begin + i * block.y;
         if (head >= nheads) continue;
         const T* const from = source + head * source_stride;
         a[i] = *reinterpret_cast<const Some*>(from + first);
         if (rotated) b[i] = *reinterpret_cast<const Some*>(from + second);
       }
+      // Behind the loads of the token, which take longer; with few heads a thread comes here once.
+      float cos[kPairs], sin[kPairs];
+      if (rotated) {
+        using Row = Channels<Table, kPairs>;
+        const Row cos_row = reinterpret_cast<const Row*>(angles.cos)[unit];
+        const Row sin_row = reinterpret_cast<const Row*>(angles.sin)[unit];
 #pragma unroll
-      for (int i = 0; i < kHeads; ++i) {
-        const int head = begin + i * blockDim.y;
+        for (int i = 0; i < kPairs; ++i) {
+          cos[i] = static_cast<float>(cos_row.x[i]);
+          sin[i] = angles.sign * static_cast<float>(sin_row.x[i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTokenHeads; ++i) {
+        const int head = begin + i * block.y;
         if (head >= nheads) continue;
         T* const to = target + head * target_stride;
         if (rotated) {
@@ -114,12 +140,21 @@ __device__ void move_token(const T* source, int64_t source_stride, T* target, in
   }
 }
 
-// A thread block for move_token: its threads x and y for one token, and z tokens.
-inline dim3 token_block(int headdim, int pairs, int nheads, int channels) {
-  constexpr int kThreads = 256, kHeads = 4;
-  const int units = std::min((headdim - pairs + channels - 1) / channels, 32);
-  const int y = std::min((nheads + kHeads - 1) / kHeads, kThreads / units);
-  return dim3(units, y, std::clamp(kThreads / (units * y), 1, 64));
+// At the start of a kernel that overlaps its neighbours in the stream.
+__device__ inline void overlap() {
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+}
+
+template <bool kOverlaps, typename Kernel, typename Params>
+void launch_tokens(Kernel kernel, dim3 grid, const TokenBlock& block, cudaStream_t stream,
+                   const char* call, const Params& params) {
+  if constexpr (kOverlaps) {
+    launch_overlapping(kernel, grid, block.threads(), 0, stream, call, params, block);
+  } else {
+    kernel<<<grid, block.threads(), 0, stream>>>(params, block);
+    check_cuda(cudaGetLastError(), call);
+  }
 }
 
 template <typename Type>
@@ -139,4 +174,4 @@ auto for_tokens(const Rotation& rotation, bool aligned, Choose choose) {
   return many ? choose(TypeOf<T>(), Many()) : choose(TypeOf<T>(), One());
 }
 
-}  // namespace flash
+}  // namespace flash::tokens

@@ -1,0 +1,11 @@
+// The append to a cache on Hopper GPUs.
+#pragma once
+
+#include "tokens/append_launch.cuh"
+
+namespace flash::sm90 {
+
+template <typename T, typename Out, int, int, FeatureSet>
+using AppendRow = tokens::AppendRow<T, Out, true>;
+
+}  // namespace flash::sm90

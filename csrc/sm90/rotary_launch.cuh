@@ -1,0 +1,11 @@
+// The rotary embedding on Hopper GPUs.
+#pragma once
+
+#include "tokens/rotary_launch.cuh"
+
+namespace flash::sm90 {
+
+template <typename T, typename Out, int, int, FeatureSet>
+using RotaryRow = tokens::RotaryRow<T, Out, true>;
+
+}  // namespace flash::sm90
