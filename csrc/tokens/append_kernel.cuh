@@ -11,6 +11,8 @@ namespace flash::tokens {
 // What a thread block of the grid's third dimension moves.
 enum class Moved : unsigned { kKeys, kValues, kQueries };
 
+constexpr int kFewSequences = 4;
+
 // Elements from the first of the cache to row `row` of a sequence; -1: the cache has no such row.
 __device__ inline int64_t cache_offset(const AppendParams& params, const Operand& cache, int batch,
                                        int row) {
@@ -28,9 +30,13 @@ __device__ inline int64_t cache_offset(const AppendParams& params, const Operand
 // Grid: (tokens of a sequence, sequences, Moved).
 // kOverlaps: launched so that it starts while the kernel before is ending, and lets the next one.
 template <typename T, typename Table, int kPairs, bool kOverlaps>
-__global__ void __launch_bounds__(kTokenThreads)
+__global__ void __launch_bounds__(kTokenThreads, 4)
     append_kernel(const __grid_constant__ AppendParams params, const TokenBlock block) {
-  if constexpr (kOverlaps) overlap();
+  if constexpr (kOverlaps) {
+    ptx::wait_for_earlier_kernels();
+    // Thread blocks of the attention should find all SMs alike, unless all of this is short.
+    if (gridDim.y <= kFewSequences) ptx::let_next_kernel_start();
+  }
   const TokenThread thread(block);
   const Moved moved{blockIdx.z};
   const int row = blockIdx.x * block.tokens + thread.token;

@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/pack.h"
 #include "host/launch.h"
 #include "params.h"
-#include "ptx/griddepcontrol.h"
 
 namespace flash::tokens {
 
@@ -43,26 +43,35 @@ struct TokenAngles {
 };
 
 // Products and sums are rounded one by one, as PyTorch's are: both give the same bits.
+__device__ inline float2 turn(float a, float b, float cos, float sin) {
+  return make_float2(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)),
+                     __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
+}
+
+// Turns the pair of the only channels, or those of eight and eight, two at a time.
 template <typename T, int kPairs>
 __device__ void rotate(Channels<T, kPairs>& first, Channels<T, kPairs>& second,
                        const float (&cos)[kPairs], const float (&sin)[kPairs], bool interleaved) {
-  const auto turn = [&](T& a, T& b, int i) {
-    const float x = static_cast<float>(a), y = static_cast<float>(b);
-    a = static_cast<T>(__fsub_rn(__fmul_rn(x, cos[i]), __fmul_rn(y, sin[i])));
-    b = static_cast<T>(__fadd_rn(__fmul_rn(x, sin[i]), __fmul_rn(y, cos[i])));
-  };
-  if constexpr (kPairs > 1) {
-    if (interleaved) {
+  if constexpr (kPairs == 1) {
+    const float2 x = turn(first.x[0], second.x[0], cos[0], sin[0]);
+    first.x[0] = static_cast<T>(x.x), second.x[0] = static_cast<T>(x.y);
+  } else {
+    auto* const low = reinterpret_cast<uint32_t*>(first.x);
+    auto* const high = reinterpret_cast<uint32_t*>(second.x);
 #pragma unroll
-      for (int i = 0; i < kPairs / 2; ++i) {
-        turn(first.x[2 * i], first.x[2 * i + 1], i);
-        turn(second.x[2 * i], second.x[2 * i + 1], kPairs / 2 + i);
+    for (int i = 0; i < kPairs / 2; ++i) {
+      const float2 a = unpack<T>(low[i]), b = unpack<T>(high[i]);
+      if (interleaved) {
+        const float2 x = turn(a.x, a.y, cos[i], sin[i]);
+        const float2 y = turn(b.x, b.y, cos[kPairs / 2 + i], sin[kPairs / 2 + i]);
+        low[i] = pack(x.x, x.y, T()), high[i] = pack(y.x, y.y, T());
+      } else {
+        const float2 x = turn(a.x, b.x, cos[2 * i], sin[2 * i]);
+        const float2 y = turn(a.y, b.y, cos[2 * i + 1], sin[2 * i + 1]);
+        low[i] = pack(x.x, y.x, T()), high[i] = pack(x.y, y.y, T());
       }
-      return;
     }
   }
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) turn(first.x[i], second.x[i], i);
 }
 
 // How the threads of a block share tokens: threads x the channels of one, threads y its heads.
@@ -138,12 +147,6 @@ __device__ void move_token(const T* source, int64_t source_stride, T* target, in
       }
     }
   }
-}
-
-// At the start of a kernel that overlaps its neighbours in the stream.
-__device__ inline void overlap() {
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
 }
 
 template <bool kOverlaps, typename Kernel, typename Params>

@@ -29,7 +29,10 @@ __device__ inline int sequence_of(const RotaryParams& params, int token) {
 template <typename T, typename Table, int kPairs, bool kOverlaps>
 __global__ void __launch_bounds__(kTokenThreads)
     rotary_kernel(const __grid_constant__ RotaryParams params, const TokenBlock block) {
-  if constexpr (kOverlaps) overlap();
+  if constexpr (kOverlaps) {
+    ptx::wait_for_earlier_kernels();
+    ptx::let_next_kernel_start();
+  }
   const TokenThread thread(block);
   const bool packed = params.cu_seqlens != nullptr;
   const int row = blockIdx.x * block.tokens + thread.token;
