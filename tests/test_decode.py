@@ -153,6 +153,35 @@ def test_splits(device, parts, page_size, headdim):
     assert_counters_are_zero()
 
 
+@pytest.mark.parametrize("headdim", [96, 128, 256])
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("parts", [5, 16, 17, 24, 40])
+def test_parts_of_several_clusters(device, parts, page_size, headdim):
+    """Clusters that are full, that have fewer parts, or none; 1 to 40 rows."""
+    for seqlen_q, nheads in ((1, 1), (2, 10), (5, 40)):
+        sizes = {"nheads": nheads, "nheads_kv": -(-nheads // 8), "headdim": headdim}
+        lengths = [2600, 64, 0, 1100, 1500]
+        given = {"causal": True, "page_size": page_size, "device": device, **BF16}
+        case = decode(lengths, seqlen_q, 0, 2601, **sizes, **given)
+        with splits(parts):
+            check_kvcache(case)
+    assert_counters_are_zero()
+
+
+def test_batches_of_several_launches(device):
+    """Each launch has counters for so many parts of tiles alone."""
+    sizes = {"nheads": 8, "nheads_kv": 8, "headdim": 64, "causal": True}
+    case = decode([1300, 5, 1200] * 15, 1, 0, 1300, **sizes, **BF16, device=device)
+    with splits(20):
+        check_kvcache(case)
+        together = call_kvcache(case)
+        few = replace(case.attention, **{x: getattr(case.attention, x)[:3] for x in "qkv"})
+        alone = call_kvcache(replace(case, attention=few, cache_seqlens=case.cache_seqlens[:3]))
+    for x, y in zip(alone, together, strict=True):
+        assert torch.equal(x, y[:3])
+    assert_counters_are_zero()
+
+
 @pytest.mark.parametrize("page_size", [None, 16, 17])
 def test_left_pads_and_slots(device, page_size):
     given = {"nheads": 8, "headdim": 128, "device": device, **BF16, "causal": True}
@@ -330,6 +359,19 @@ def test_few_rows_decode(device, monkeypatch):
     with cuda.changed_setting("decode", False):
         flash_attn.flash_attn_with_kvcache(q[:, :1], cache, cache, num_splits=3)
     assert seen.pop() == ("forward", 0)
+
+
+def test_more_rows_decode_where_tiles_are_few(device, monkeypatch):
+    seen = operations_of(monkeypatch)
+    q, cache = (randn(1, n, heads, 64, device=device, **BF16) for n, heads in ((16, 8), (1100, 1)))
+    with cuda.changed_setting("decode", None):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache)
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, num_splits=1)
+        flash_attn.flash_attn_with_kvcache(q, cache[:, :1000], cache[:, :1000])
+        flash_attn.flash_attn_with_kvcache(torch.cat([q, q], 1), cache, cache)
+        many = [x.expand(40, -1, -1, -1) for x in (q, cache)]
+        flash_attn.flash_attn_with_kvcache(many[0], many[1], many[1])
+    assert [operation for operation, _ in seen] == ["decode"] + ["forward"] * 4
 
 
 def test_num_splits_of_the_caller(device):

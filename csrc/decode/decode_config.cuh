@@ -15,11 +15,11 @@ constexpr int kMostSplits = 256;
 // the rows that are left.
 constexpr int count_tiles(int headdim_v) { return headdim_v <= 128 ? 2 : 1; }
 
-// kOverlaps_: on Hopper, launched with programmatic stream serialization. An SM there has room for
+// kHopper_: in clusters, launched with programmatic stream serialization. An SM there has room for
 // two thread blocks with 24 KB of keys and values under way for each warp; elsewhere one thread
 // block fits 99 KB.
 template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kRowTiles_,
-          bool kOverlaps_>
+          bool kHopper_>
 struct DecodeConfig {
   using T = T_;
   static constexpr FeatureSet kFeatures = kFeatures_;
@@ -27,7 +27,8 @@ struct DecodeConfig {
   static constexpr int kHeadDimV = kHeadDimV_;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr int kRows = 16 * kRowTiles;
-  static constexpr bool kOverlaps = kOverlaps_;
+  static constexpr bool kHopper = kHopper_;
+  static constexpr int kMostCluster = kHopper ? 16 : 1;  // thread blocks
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlocksPerSm = 2;
   static constexpr int kBlockN = kHeadDim == 32 ? 32 : 16;  // keys of a step of a warp
@@ -36,7 +37,7 @@ struct DecodeConfig {
   // A slot of a warp's ring holds a block of keys or of values.
   static constexpr int kSlotElements = kBlockN * (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV);
   static constexpr int kSlotBytes = kSlotElements * sizeof(T);
-  static constexpr int kSlots = (kOverlaps ? 24 : 20) * 1024 / kSlotBytes;
+  static constexpr int kSlots = (kHopper ? 24 : 20) * 1024 / kSlotBytes;
   static_assert(kSlots >= 2);
 
   // Of the output of a warp: with 8 more columns, lanes that write 8 rows meet different banks.
@@ -47,14 +48,15 @@ struct DecodeConfig {
     union {
       alignas(128) T ring[kWarps][kSlots][kSlotElements];  // slots in the order of TileLayout
       float4 out[kWarps][kRows][kOutStride / 4];           // at the end: what each warp has
-      float2 parts[kRows][kMostSplits];                    // then: factors and sums of the parts
     };
-    float references[kWarps][kRows], sums[kWarps][kRows];
+    float2 rows[kWarps][kRows], merged[kRows];  // references and sums: of warps, of all of them
   };
   static constexpr size_t kSharedBytes = sizeof(SharedStorage);
+  // So much that one thread block fills an SM.
+  static constexpr size_t kBytesAlone = kHopper ? 116 * 1024 : kSharedBytes;
   // An SM has 228 KB on Hopper and keeps 1 KB for each thread block.
-  static_assert(kOverlaps ? kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024
-                          : kSharedBytes <= 99 * 1024);
+  static_assert(kHopper ? kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024
+                        : kSharedBytes <= 99 * 1024);
 };
 
 }  // namespace flash::decode

@@ -4,8 +4,9 @@
 // A tile is 16 or 32 rows: pairs of a query and a head of the group that reads the same keys. Its
 // keys are divided into parts, one for each of several thread blocks, and within a part among the
 // warps, block by block. Each warp loads its own keys and has its own softmax and output, so that
-// no warp waits for another in the main loop. The warps merge in shared memory, the parts in a
-// workspace: the last thread block to arrive reads all of them, in the order of the keys.
+// no warp waits for another in the main loop. The warps merge in shared memory. So do, on Hopper,
+// the parts that are a cluster of thread blocks: each thread block merges a slice of the result.
+// More parts merge in a workspace: the last to arrive reads all of them, always in the same order.
 //
 // Only keys between the first and the last that some row of the tile sees are read, and rows past
 // the end are zero when loaded. So NaN outside the sequence or before its window never reaches a
@@ -31,6 +32,7 @@
 #include "decode/decode_config.cuh"
 #include "decode/key_loader.cuh"
 #include "params.h"
+#include "ptx/cluster.h"
 #include "ptx/cp_async.h"
 #include "ptx/griddepcontrol.h"
 #include "ptx/special_functions.h"
@@ -40,6 +42,8 @@ namespace flash::decode {
 // What the host decides about a launch.
 struct DecodeSchedule {
   int splits;                  // parts of a tile's keys at most
+  int cluster;                 // thread blocks of a cluster, or 1: parts that are neighbours
+  int clusters;                // of a tile
   unsigned splits_reciprocal;  // x / splits = x * this >> 32
   int group;                   // query heads that read the same keys
   int row_tiles;               // of a key head
@@ -59,12 +63,6 @@ struct TileRows {
   }
 };
 
-// What a tile's parts leave for the one that merges them.
-struct TileParts {
-  float4* out;   // (splits, rows, kHeadDimV / 4), relative to the references
-  float2* rows;  // (splits, rows): references and sums
-};
-
 // Starts the copy of the tile's queries, by all threads. Rows that hold no query become zero.
 // q: shared address
 template <typename Config>
@@ -81,44 +79,70 @@ __device__ void load_queries(const ForwardParams& params, const Sequence& sequen
   }
 }
 
-// Writes four columns of a row: what the warps or parts have in sum, relative to `reference`.
+// What some parts have in sum of four columns of a row: the output relative to `reference`, and the
+// sum of the row.
+struct Merged {
+  float4 out;
+  float reference, sum;
+};
+
+// Merges parts in their order. row_of(part) returns its reference and sum, out_of(part) its output;
+// kAtOnce are read at a time.
+template <int kAtOnce, typename RowOf, typename OutOf>
+__device__ Merged merge(int parts, RowOf row_of, OutOf out_of) {
+  Merged all{make_float4(0.f, 0.f, 0.f, 0.f), -FLT_MAX, 0.f};
+#pragma unroll 1
+  for (int first = 0; first < parts; first += kAtOnce) {
+    float2 rows[kAtOnce];
+    float4 outs[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool is_part = first + i < parts;
+      rows[i] = is_part ? row_of(first + i) : make_float2(-FLT_MAX, 0.f);
+      outs[i] = is_part ? out_of(first + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    float reference = all.reference;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) reference = fmaxf(reference, rows[i].x);
+    const float before = ptx::ex2(all.reference - reference);
+    float4& x = all.out;
+    x.x *= before, x.y *= before, x.z *= before, x.w *= before;
+    all.sum *= before;
+    all.reference = reference;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float factor = ptx::ex2(rows[i].x - reference);
+      const float4& y = outs[i];
+      x.x += factor * y.x, x.y += factor * y.y, x.z += factor * y.z, x.w += factor * y.w;
+      all.sum += factor * rows[i].y;
+    }
+  }
+  return all;
+}
+
+// Writes four columns of a row.
 template <typename Config>
 __device__ void store_result(const ForwardParams& params, const Sequence& sequence,
-                             const TileRows& tile, int row, int col, const float4& x,
-                             float reference, float sum) {
+                             const TileRows& tile, int row, int col, const Merged& x) {
   using T = typename Config::T;
   const int head = tile.head_of(row), place = sequence.q_first + tile.query_of(row);
-  const RowEnd end = end_of_row(reference, sum, 1.f);
+  const RowEnd end = end_of_row(x.reference, x.sum, 1.f);
   if (col == 0) {
     params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride + place] =
         end.lse;
   }
   if (col >= params.headdim_v) return;
   *reinterpret_cast<uint2*>(rows_of<T>(params.out, sequence.q_batch, place, head) + col) =
-      make_uint2(pack(x.x * end.factor, x.y * end.factor, T()),
-                 pack(x.z * end.factor, x.w * end.factor, T()));
+      make_uint2(pack(x.out.x * end.factor, x.out.y * end.factor, T()),
+                 pack(x.out.z * end.factor, x.out.w * end.factor, T()));
 }
 
-__device__ inline void add_scaled(float4& x, float factor, const float4& y) {
-  x.x += factor * y.x, x.y += factor * y.y, x.z += factor * y.z, x.w += factor * y.w;
-}
-
-// Calls function(row, col) for all groups of four columns of the tile's rows, by all threads.
-template <typename Config, typename Function>
-__device__ void for_each_four(const TileRows& tile, Function function) {
-  constexpr int kFours = Config::kHeadDimV / 4;
-  for (int i = threadIdx.x; i < tile.rows * kFours; i += Config::kThreads) {
-    function(i / kFours, i % kFours * 4);
-  }
-}
-
-// Leaves the warps' softmax and output in shared memory, and merges them: function(row, col, x,
-// reference, sum) is called for each four columns of each row. The ring is not in use any more.
-template <typename Config, typename Function>
-__device__ void merge_warps(typename Config::SharedStorage& shared, const TileRows& tile,
+// Leaves the warps' softmax and output in shared memory. The ring is not in use any more.
+template <typename Config>
+__device__ void leave_warps(typename Config::SharedStorage& shared, const TileRows& tile,
                             SoftmaxState<Config::kRowTiles>& softmax,
                             const float (&out)[Config::kRowTiles][Config::kHeadDimV / 8][4],
-                            int warp, int lane, Function function) {
+                            int warp, int lane) {
   WarpTeam().sum(softmax.sum);
   __syncthreads();  // every warp is done with its ring
 #pragma unroll
@@ -126,8 +150,7 @@ __device__ void merge_warps(typename Config::SharedStorage& shared, const TileRo
     const int row = r * 8 + lane / 4;
     if (r * 8 >= tile.rows) break;
     if (lane % 4 == 0) {
-      shared.references[warp][row] = softmax.reference[r];
-      shared.sums[warp][row] = softmax.sum[r];
+      shared.rows[warp][row] = make_float2(softmax.reference[r], softmax.sum[r]);
     }
     auto* const target = reinterpret_cast<float2*>(shared.out[warp][row]) + lane % 4;
 #pragma unroll
@@ -137,58 +160,18 @@ __device__ void merge_warps(typename Config::SharedStorage& shared, const TileRo
     }
   }
   __syncthreads();
-  for_each_four<Config>(tile, [&](int row, int col) {
-    float reference = -FLT_MAX, sum = 0.f;
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) reference = fmaxf(reference, shared.references[w][row]);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float factor = ptx::ex2(shared.references[w][row] - reference);
-      sum += factor * shared.sums[w][row];
-      add_scaled(x, factor, shared.out[w][row][col / 4]);
-    }
-    function(row, col, x, reference, sum);
-  });
 }
 
-// Merges the parts of a tile, in their order, and writes the result.
-template <typename Config>
-__device__ void merge_parts(const ForwardParams& params, const Sequence& sequence,
-                            const TileRows& tile, const TileParts& parts, int count,
-                            int stored_rows, typename Config::SharedStorage& shared, int warp,
-                            int lane) {
-  for (int row = warp; row < tile.rows; row += kWarps) {
-    float reference = -FLT_MAX, sum = 0.f;
-    for (int part = lane; part < count; part += 32) {
-      shared.parts[row][part] = __ldcg(parts.rows + part * stored_rows + row);
-      reference = fmaxf(reference, shared.parts[row][part].x);
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      reference = fmaxf(reference, __shfl_xor_sync(0xffffffff, reference, step));
-    }
-    for (int part = lane; part < count; part += 32) {
-      float2& x = shared.parts[row][part];
-      x.x = ptx::ex2(x.x - reference);
-      sum += x.x * x.y;
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    if (lane == 0) shared.references[0][row] = reference, shared.sums[0][row] = sum;
+// Calls function(row, four) for groups of four columns of the tile's rows, by all threads: for each
+// of so many thread blocks another slice of the rows.
+template <typename Config, typename Function>
+__device__ void for_each_four(const TileRows& tile, int slice, int slices, Function function) {
+  constexpr int kFours = Config::kHeadDimV / 4;
+  for (int i = threadIdx.x;; i += Config::kThreads) {
+    const int row = slice + i / kFours * slices;
+    if (row >= tile.rows) return;
+    function(row, i % kFours);
   }
-  __syncthreads();
-  for_each_four<Config>(tile, [&](int row, int col) {
-    constexpr int kFours = Config::kHeadDimV / 4;
-    const float4* const source = parts.out + row * kFours + col / 4;
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int part = 0; part < count; ++part) {
-      add_scaled(x, shared.parts[row][part].x, __ldcg(source + part * stored_rows * kFours));
-    }
-    store_result<Config>(params, sequence, tile, row, col, x, shared.references[0][row],
-                         shared.sums[0][row]);
-  });
 }
 
 // One part of the keys of one tile.
@@ -205,6 +188,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
 
   // Indices. What needs no division needs none: the first load waits for all of this.
   const int part = blockIdx.y;
+  const int cluster = Config::kHopper ? schedule.cluster : 1, rank = part & (cluster - 1);
   int head_kv = blockIdx.x, row_tile = 0;
   if (schedule.row_tiles > 1) {
     head_kv = blockIdx.x / schedule.row_tiles;
@@ -227,7 +211,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   const int part_steps = schedule.splits == 1
                              ? steps
                              : __umulhi(steps + schedule.splits - 1, schedule.splits_reciprocal);
-  if (part > 0 && part * part_steps >= steps) return;
+  // Without keys, but for those that a cluster waits for; one part alone merges with none.
+  if (part > 0 && (part_steps >= steps || (part - rank) * part_steps >= steps)) return;
   const int part_begin = visible.begin + part * part_steps * kStepKeys;
   const int part_end = min(visible.end, part_begin + part_steps * kStepKeys);
   const int warp_begin = part_begin + warp * kBlockN;
@@ -321,28 +306,64 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     next_slot();
   }
 
-  // Epilogue. Parts behind the last that has keys have returned.
-  const int parts_used = part_steps == steps ? 1 : (steps + part_steps - 1) / part_steps;
-  if (parts_used == 1) {
-    merge_warps<Config>(shared, tile, softmax, out, warp, lane,
-                        [&](int row, int col, const float4& x, float reference, float sum) {
-                          store_result<Config>(params, sequence, tile, row, col, x, reference, sum);
-                        });
+  // Epilogue. The warps merge, then the thread blocks of a cluster, then clusters.
+  constexpr int kFours = kHeadDimV / 4;
+  leave_warps<Config>(shared, tile, softmax, out, warp, lane);
+  const auto of_warps = [&](int row, int four) {
+    return merge<kWarps>(
+        kWarps, [&](int i) { return shared.rows[i][row]; },
+        [&](int i) { return shared.out[i][row][four]; });
+  };
+  const auto store = [&](int row, int four, const Merged& x) {
+    store_result<Config>(params, sequence, tile, row, four * 4, x);
+  };
+  if (part_steps >= steps) {  // there is one part
+    for_each_four<Config>(tile, 0, 1,
+                          [&](int row, int four) { store(row, four, of_warps(row, four)); });
     return;
   }
-  constexpr int kFours = kHeadDimV / 4;
-  const int place = batch * gridDim.x + blockIdx.x;
-  const int64_t first_stored = int64_t{1} * place * schedule.splits * schedule.rows;
-  const TileParts parts{reinterpret_cast<float4*>(params.partial_out) + first_stored * kFours,
-                        reinterpret_cast<float2*>(params.partial_rows) + first_stored};
-  merge_warps<Config>(shared, tile, softmax, out, warp, lane,
-                      [&](int row, int col, const float4& x, float reference, float sum) {
-                        const int stored = part * schedule.rows + row;
-                        __stcg(parts.out + stored * kFours + col / 4, x);
-                        if (col == 0) __stcg(parts.rows + stored, make_float2(reference, sum));
-                      });
-  if (!is_last_block(params.counters + place, parts_used)) return;
-  merge_parts<Config>(params, sequence, tile, parts, parts_used, schedule.rows, shared, warp, lane);
+  const int parts_used = (steps + part_steps - 1) / part_steps;  // the others have no keys
+  const int clusters_used = (parts_used + cluster - 1) / cluster;
+  const int ranks_used = min(cluster, parts_used - (part - rank));
+  if constexpr (Config::kHopper) {
+    for_each_four<Config>(tile, 0, 1, [&](int row, int four) {
+      const Merged x = of_warps(row, four);
+      shared.out[0][row][four] = x.out;
+      if (four == 0) shared.merged[row] = make_float2(x.reference, x.sum);
+    });
+    ptx::cluster_sync();
+  }
+  const auto of_cluster = [&](int row, int four) {
+    if constexpr (Config::kHopper) {
+      return merge<8>(
+          ranks_used, [&](int i) { return *ptx::map_to_rank(&shared.merged[row], i); },
+          [&](int i) { return *ptx::map_to_rank(&shared.out[0][row][four], i); });
+    } else {
+      return of_warps(row, four);
+    }
+  };
+  const int place = blockIdx.z * gridDim.x + blockIdx.x;
+  const int64_t first_stored = int64_t{1} * place * schedule.clusters * schedule.rows;
+  const auto stored_rows = reinterpret_cast<float2*>(params.partial_rows) + first_stored;
+  const auto stored_out = reinterpret_cast<float4*>(params.partial_out) + first_stored * kFours;
+  for_each_four<Config>(tile, rank, cluster, [&](int row, int four) {
+    const Merged x = of_cluster(row, four);
+    if (clusters_used == 1) return store(row, four, x);
+    const int stored = part / cluster * schedule.rows + row;
+    if (four == 0) __stcg(stored_rows + stored, make_float2(x.reference, x.sum));
+    __stcg(stored_out + stored * kFours + four, x.out);
+  });
+  if constexpr (Config::kHopper) ptx::cluster_arrive();
+  if (clusters_used > 1 && is_last_block(params.counters + place * cluster + rank, clusters_used)) {
+    for_each_four<Config>(tile, rank, cluster, [&](int row, int four) {
+      const auto stored = [&](int i) { return i * schedule.rows + row; };
+      store(row, four,
+            merge<8>(
+                clusters_used, [&](int i) { return __ldcg(stored_rows + stored(i)); },
+                [&](int i) { return __ldcg(stored_out + stored(i) * kFours + four); }));
+    });
+  }
+  if constexpr (Config::kHopper) ptx::cluster_wait();  // others have read this shared memory
 }
 
 // Grid: (nheads_kv * row_tiles, splits, batch), see launch_decode. params.window_left and
@@ -354,7 +375,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  if constexpr (Config::kOverlaps) {
+  if constexpr (Config::kHopper) {
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
   }

@@ -21,40 +21,62 @@ namespace flash::decode {
 
 using DecodeLauncher = std::function<void(const ForwardParams&, cudaStream_t)>;
 
+// Thread blocks that run at a time, in clusters of a power of two.
+// alone: each has an SM to itself
+template <typename Config>
+int slots_of(int cluster, bool alone) {
+  constexpr auto kKernel = decode_kernel<Config>;
+  const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
+  int log = 0;
+  while (1 << log < cluster) ++log;
+  static DeviceFacts known[2][8]{};
+  if (cluster > 1) {
+    return cluster * clusters_at_a_time(kKernel, dim3(1, cluster), Config::kThreads, shared_bytes,
+                                        known[alone][log]);
+  }
+  const int blocks_per_sm = of_device(known[alone][log], [=](int) {
+    int count;
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kKernel, Config::kThreads,
+                                                             shared_bytes),
+               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return count;
+  });
+  return blocks_per_sm * multiprocessors();
+}
+
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
 DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   constexpr auto kKernel = decode_kernel<Config>;
   static std::atomic<uint64_t> devices{0};
-  allow_shared_memory(kKernel, Config::kSharedBytes, devices);
-  static DeviceFacts known{};
-  const int blocks_per_sm = of_device(known, [=](int) {
-    int count;
-    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kKernel, Config::kThreads,
-                                                             Config::kSharedBytes),
-               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return count;
-  });
+  allow_shared_memory(kKernel, Config::kBytesAlone, devices);
+  if constexpr (Config::kHopper) {
+    static std::atomic<uint64_t> wide_devices{0};
+    allow(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, wide_devices);
+  }
 
   const int group = params.nheads / params.nheads_kv;
   const int64_t rows = int64_t{params.seqlen_q} * group;
   const int row_tiles = static_cast<int>((rows + Config::kRows - 1) / Config::kRows);
   const int heads = params.nheads_kv * row_tiles;  // of the grid
-  const int64_t tiles = int64_t{params.batch} * heads;
-  // Each tile that is divided takes a counter.
-  const int splits = choose_splits(
-      params, tiles, Config::kStepKeys,
+  // Where several clusters merge, each slice of a tile takes a counter.
+  constexpr int kMostCluster = Config::kMostCluster;
+  const bool counted = int64_t{heads} * kMostCluster <= kKeptZero;
+  const DecodePlan plan = plan_decode(
+      params, int64_t{params.batch} * heads, Config::kStepKeys,
       int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) * sizeof(typename Config::T),
       std::min<int64_t>(rows, Config::kRows) * Config::kHeadDimV * sizeof(float),
-      int64_t{blocks_per_sm} * multiprocessors(), tiles <= kKeptZero ? kMostSplits : 1);
-  params.num_splits = splits;
+      counted ? kMostSplits : kMostCluster, kMostCluster, slots_of<Config>);
+  params.num_splits = plan.splits;
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
 
   DecodeSchedule schedule{};
-  schedule.splits = splits;
+  schedule.splits = plan.splits;
   schedule.splits_reciprocal =
-      splits == 1 ? 0 : static_cast<unsigned>((int64_t{1} << 32) / splits) + 1;
+      plan.splits == 1 ? 0 : static_cast<unsigned>((int64_t{1} << 32) / plan.splits) + 1;
+  schedule.cluster = plan.cluster;
+  schedule.clusters = plan.clusters;
   schedule.group = group;
   schedule.row_tiles = row_tiles;
   schedule.rows = static_cast<int>(std::min<int64_t>(rows, Config::kRows));
@@ -62,31 +84,42 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   for (int shift = 0; shift < 31; ++shift) {
     if (params.page_size == 1 << shift) schedule.page_shift = shift;
   }
-  if (splits > 1) {
-    const int64_t stored_rows = tiles * splits * schedule.rows;
+  int most_batch = kMaxGrid;  // of a launch
+  if (plan.clusters > 1) {
+    most_batch = std::min(most_batch, kKeptZero / (heads * plan.cluster));
+    const int64_t tiles = int64_t{heads} * std::min(params.batch, most_batch);
+    const int64_t stored_rows = tiles * plan.clusters * schedule.rows;
     wanted.add("partial_out", params.partial_out, stored_rows * Config::kHeadDimV);
     wanted.add("partial_rows", params.partial_rows, stored_rows * 2);
     wanted.add_kept_zero("counters", params.counters);
   }
+  // Clusters are packed onto few SMs if these have room.
+  const int64_t blocks =
+      int64_t{heads} * plan.cluster * plan.clusters * std::min(params.batch, most_batch);
+  const bool alone = plan.cluster > 1 && blocks <= slots_of<Config>(plan.cluster, true);
+  const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
   const float scale_log2 = scale_log2_of(params);
   return [=](const ForwardParams& bound, cudaStream_t stream) {
     DecodeSchedule part = schedule;
-    for (; part.first_batch < bound.batch; part.first_batch += kMaxGrid) {
-      const dim3 grid(heads, splits, std::min(bound.batch - part.first_batch, kMaxGrid));
+    for (; part.first_batch < bound.batch; part.first_batch += most_batch) {
+      const dim3 grid(heads, plan.cluster * plan.clusters,
+                      std::min(bound.batch - part.first_batch, most_batch));
       constexpr char kCall[] = "launch of the decode kernel";
-      if constexpr (Config::kOverlaps) {
-        launch_overlapping(kKernel, grid, Config::kThreads, Config::kSharedBytes, stream, kCall,
-                           bound, part, scale_log2);
-      } else {
-        kKernel<<<grid, Config::kThreads, Config::kSharedBytes, stream>>>(bound, part, scale_log2);
+      if constexpr (!Config::kHopper) {
+        kKernel<<<grid, Config::kThreads, shared_bytes, stream>>>(bound, part, scale_log2);
         check_cuda(cudaGetLastError(), kCall);
+      } else if (plan.cluster == 1) {
+        launch_overlapping(kKernel, grid, Config::kThreads, shared_bytes, stream, kCall, bound,
+                           part, scale_log2);
+      } else {
+        launch(std::array{overlapping(), in_clusters(dim3(1, plan.cluster))}, kKernel, grid,
+               Config::kThreads, shared_bytes, stream, kCall, bound, part, scale_log2);
       }
     }
   };
 }
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures,
-          bool kOverlaps>
+template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, bool kHopper>
 struct DecodeRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
@@ -105,7 +138,7 @@ struct DecodeRow {
 
  private:
   template <int kRowTiles>
-  using Config = DecodeConfig<T, kHeadDim, kHeadDimV, kFeatures, kRowTiles, kOverlaps>;
+  using Config = DecodeConfig<T, kHeadDim, kHeadDimV, kFeatures, kRowTiles, kHopper>;
 };
 
 }  // namespace flash::decode

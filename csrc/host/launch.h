@@ -11,49 +11,64 @@ namespace flash {
 
 constexpr int kMaxGrid = 65535;  // in y and z; more takes further launches
 
-// Lets `kernel` use `bytes` of dynamic shared memory, once a device. `devices` is the set of those
-// done, the kernel's own.
+// Sets an attribute of `kernel`, once a device. `devices` is the set of those done, the attribute's
+// own.
 template <typename Kernel>
-void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& devices) {
+void allow(Kernel kernel, cudaFuncAttribute attribute, int value, std::atomic<uint64_t>& devices) {
   int device;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (devices.load(std::memory_order_relaxed) & bit) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(bytes)),
-             "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)");
+  check_cuda(cudaFuncSetAttribute(kernel, attribute, value), "cudaFuncSetAttribute");
   devices.fetch_or(bit, std::memory_order_relaxed);
 }
 
-enum class Launch {
-  kOverlapping,  // thread blocks may start while the stream's kernel before is ending
-  kTogether,     // all thread blocks run at the same time, or the launch fails
-};
+// Lets `kernel` use `bytes` of dynamic shared memory.
+template <typename Kernel>
+void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& devices) {
+  allow(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes), devices);
+}
 
-// Launches a kernel that calls ptx::wait_for_earlier_kernels.
-template <typename... Parameters, typename... Arguments>
-void launch(Launch how, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes,
-            cudaStream_t stream, const char* call, const Arguments&... arguments) {
+// Thread blocks may start while the stream's kernel before is ending: the kernel calls
+// ptx::wait_for_earlier_kernels.
+inline cudaLaunchAttribute overlapping() {
   cudaLaunchAttribute attribute{};
-  if (how == Launch::kTogether) {
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-  } else {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// All thread blocks run at the same time, or the launch fails.
+inline cudaLaunchAttribute together() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  return attribute;
+}
+
+inline cudaLaunchAttribute in_clusters(dim3 size) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {size.x, size.y, size.z};
+  return attribute;
+}
+
+template <size_t kAttributes, typename... Parameters, typename... Arguments>
+void launch(std::array<cudaLaunchAttribute, kAttributes> attributes, void (*kernel)(Parameters...),
+            dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, const char* call,
+            const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes.data();
+  config.numAttrs = kAttributes;
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), call);
 }
 template <typename... Arguments>
 void launch_overlapping(const Arguments&... arguments) {
-  launch(Launch::kOverlapping, arguments...);
+  launch(std::array{overlapping()}, arguments...);
 }
 
 // A window side as Mask takes it: -1 (unbounded) becomes as wide as the longest sequence. Wider
@@ -89,14 +104,12 @@ inline int multiprocessors() {
   });
 }
 
-// How many clusters of `size` thread blocks run at a time. known: of the kernel
+// How many clusters run at a time. known: of the kernel with this size
 template <typename Kernel>
-int clusters_at_a_time(Kernel kernel, int size, int threads, size_t shared_bytes,
+int clusters_at_a_time(Kernel kernel, dim3 size, int threads, size_t shared_bytes,
                        DeviceFacts& known) {
   return of_device(known, [=](int) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    cudaLaunchAttribute cluster = in_clusters(size);
     cudaLaunchConfig_t config{};
     config.gridDim = size;
     config.blockDim = threads;

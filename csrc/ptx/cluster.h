@@ -7,18 +7,28 @@
 namespace flash::ptx {
 
 // Of this thread block in its cluster.
-__device__ inline int cluster_rank() { return static_cast<int>(__clusterRelativeBlockRank()); }
+__device__ inline int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
+}
 
-// All threads of a cluster wait for each other; what they wrote before is then visible.
+// All threads of a cluster wait until all have arrived; what they wrote before is then visible.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cluster"
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive;\n" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;\n" ::: "memory"); }
 __device__ inline void cluster_sync() {
-  __cluster_barrier_arrive();
-  __cluster_barrier_wait();
+  cluster_arrive();
+  cluster_wait();
 }
 
 // The same variable in the shared memory of another thread block of the cluster.
+// PTX ISA, "Data Movement and Conversion Instructions: mapa"
 template <typename T>
 __device__ T* map_to_rank(T* x, int rank) {
-  return static_cast<T*>(__cluster_map_shared_rank(x, rank));
+  T* mapped;
+  asm("mapa.u64 %0, %1, %2;\n" : "=l"(mapped) : "l"(x), "r"(rank));
+  return mapped;
 }
 
 // Arrives at a barrier of any thread block of the cluster. It orders what asynchronous instructions

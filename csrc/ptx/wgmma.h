@@ -17,18 +17,24 @@ namespace flash::ptx {
 // Matrices in shared memory lie in rows of 128 bytes, swizzled as cuTensorMapEncodeTiled does it.
 // For a K-major matrix (rows of k) `part_bytes` does not count; for an MN-major one it is the
 // distance from one 64 columns to the next.
-// The upper half is the same for all; `lower` and what is added to it, in units of 16 bytes, leaves
-// it alone, so that the compiler computes with 32 bits.
+// The upper half is the same for all, and what is added, in units of 16 bytes, leaves it alone. So
+// Sum, in which the compiler adds, is uint64_t or uint32_t: the better one of a kernel is measured.
+template <typename Sum>
 struct WgmmaDescriptor {
-  uint32_t lower;
+  Sum start;
 
   __device__ constexpr WgmmaDescriptor(uint32_t shared_address, uint32_t part_bytes)
-      : lower((part_bytes >> 4) << 16 | (shared_address & 0x3ffff) >> 4) {}
+      : start(
+            static_cast<Sum>(kUpper | (part_bytes >> 4) << 16 | (shared_address & 0x3ffff) >> 4)) {}
 
   __device__ constexpr uint64_t operator+(uint32_t offset) const {
-    constexpr uint64_t kSwizzle128 = 1, kEightRows = 1024;
-    return kSwizzle128 << 62 | (kEightRows >> 4) << 32 | (lower + offset);
+    if constexpr (sizeof(Sum) == sizeof(uint64_t)) return start + offset;
+    return kUpper | (start + offset);
   }
+
+ private:
+  static constexpr uint64_t kSwizzle128 = 1, kEightRows = 1024;
+  static constexpr uint64_t kUpper = kSwizzle128 << 62 | (kEightRows >> 4) << 32;
 };
 
 // PTX ISA, "Asynchronous wgmma Proxy Operations: wgmma.fence": before the first wgmma, and after

@@ -124,8 +124,8 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   int workers = multiprocessors();
   if constexpr (Config::kCluster > 1) {
     static DeviceFacts clusters{};
-    workers =
-        clusters_at_a_time(kKernel, Config::kCluster, Config::kThreads, kSharedBytes, clusters);
+    workers = clusters_at_a_time(kKernel, dim3(Config::kCluster), Config::kThreads, kSharedBytes,
+                                 clusters);
   }
   const BackwardSchedule schedule = make_schedule<Config>(params, workers);
   if (!schedule.lone) {
@@ -164,7 +164,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
       launch_overlapping(backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
                          "launch of the sm90 rows kernel", bound, batch, schedule.lone);
     });
-    launch(schedule.rotated ? Launch::kTogether : Launch::kOverlapping, kKernel, grid,
+    launch(std::array{schedule.rotated ? together() : overlapping()}, kKernel, grid,
            Config::kThreads, kSharedBytes, stream, "launch of the sm90 backward kernel", bound,
            maps, schedule, scale_log2);
     if (schedule.splits > 1) {

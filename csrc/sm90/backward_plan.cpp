@@ -25,8 +25,10 @@ constexpr int kMostSplits = 32, kMostRounds = 2;
 constexpr int64_t kPartsBytes = 64 << 20, kOrderedQueries = 16384;
 
 // Where dQ is added to in order, tiles of one head wait for each other: fewer of them run at a time
-// if more heads do. If several query heads read the same keys, tiles also drift apart.
-constexpr int64_t kOrderedHeads = 16, kOrderedGroups = 32;
+// if more heads do. So many heads, or heads with so many tiles for each worker, run together; twice
+// as many if several query heads read the same keys, where tiles also drift apart.
+constexpr int64_t kOrderedHeads = 16;
+constexpr float kOrderedTiles = 1.9f;
 
 // How much longer it takes if tiles that run at a time read so much again and again. Fitted, as
 // the times of parts, to d64 to d256, groups of 1 to 71, 512 to 16k tokens on an H200, whose L2
@@ -188,7 +190,8 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   // Heads that keep workers busy: some more if some tiles end early.
   const float early = work.least < work.most ? 0.25f : 0;
   const int64_t busy_heads = static_cast<int64_t>(std::ceil(0.9f * workers / blocks + early));
-  const int64_t ordered_heads = std::max(busy_heads, group == 1 ? kOrderedHeads : kOrderedGroups);
+  const int64_t tiles_wanted = static_cast<int64_t>(std::ceil(kOrderedTiles * workers / blocks));
+  const int64_t ordered_heads = std::max(tiles_wanted, kOrderedHeads) * (group == 1 ? 1 : 2);
   for (const int splits : kSplits) {
     if (splits > 1 && group * work.most < kLeastSteps * splits) break;
     const bool long_parts = group * work.most * block_m >= kOrderedQueries * splits;

@@ -288,16 +288,16 @@ struct Consumer {
 
   // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
   __device__ void begin_scores(float (&scores)[1][Config::kBlockN / 8][4], KvState k) {
-    const KMajor<T, Config::kBlockM> q(shared.q[warp_uniform(q_state.stage())],
-                                       warpgroup * kWarpgroupRows);
+    const KMajor<T, Config::kBlockM, uint64_t> q(shared.q[warp_uniform(q_state.stage())],
+                                                 warpgroup * kWarpgroupRows);
     start_multiply<T, Config::kHeadDim>(
-        scores[0], q, KMajor<T, Config::kBlockN>(shared.k[warp_uniform(k.stage())]));
+        scores[0], q, KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())]));
   }
   // O += P V
   __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
                                const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
     start_multiply_accumulate<T>(
-        out[0], p, MnMajor<T, Config::kBlockN>(shared.v[warp_uniform(kv_state.stage())]));
+        out[0], p, MnMajor<T, Config::kBlockN, uint64_t>(shared.v[warp_uniform(kv_state.stage())]));
   }
 
   // Reads nothing of a block: none of its queries sees it.

@@ -76,13 +76,14 @@ class TileScheduler {
         const int found = __ffs(later) - 1;
         const int within = rest - __shfl_sync(0xffffffff, end - tiles, found);
         blocks = __shfl_sync(0xffffffff, blocks, found);
-        const int block = blocks - 1 - within / splits / heads, head = within / splits % heads;
+        const int tile = splits == 1 ? within : within / splits;
+        const int block = blocks - 1 - tile / heads, head = tile % heads;
         const int batch = first_batch_ + found;
         return {block,
                 head,
                 head / schedule_.heads_of_kv,
                 batch,
-                within % splits,
+                splits == 1 ? 0 : within % splits,
                 splits,
                 (batch * heads + head) * schedule_.blocks + block};
       }

@@ -21,10 +21,10 @@ constexpr int kWgmmaDepth = kWgmmaBytes / sizeof(T);
 
 // A tile as an operand, from row `row` on, a multiple of 8. Products are summed over its columns.
 // tile: (parts, kRows, kBoxCols<T>)
-template <typename T, int kRows>
+template <typename T, int kRows, typename Sum = uint32_t>
 struct KMajor {
   static constexpr int kTrans = 0;
-  ptx::WgmmaDescriptor descriptor;
+  ptx::WgmmaDescriptor<Sum> descriptor;
 
   __device__ explicit KMajor(const T* tile, int row = 0)
       : descriptor(shared_address(tile) + row * kPartRowBytes, 0) {}
@@ -38,11 +38,11 @@ struct KMajor {
 
 // A tile as an operand, from column `col` on. Products are summed over its rows. WGMMA takes it in
 // 16 bits alone. tile: (parts, kRows, kBoxCols<T>)
-template <typename T, int kRows>
+template <typename T, int kRows, typename Sum = uint32_t>
 struct MnMajor {
   static_assert(sizeof(T) == 2);
   static constexpr int kTrans = 1;
-  ptx::WgmmaDescriptor descriptor;
+  ptx::WgmmaDescriptor<Sum> descriptor;
 
   __device__ explicit MnMajor(const T* tile, int row = 0, int col = 0)
       : descriptor(shared_address(tile + (col / kBoxCols<T> * kRows + row) * kBoxCols<T> +

@@ -50,8 +50,13 @@ _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 
 # Rows, pairs of a query and a head of the group that reads the same keys, of a tile of the decode
-# kernels. With more, keys would be read again.
+# kernels. With more, several tiles read the same keys: up to so many rows, of so many keys at
+# least, and while there are so few tiles that the forward, which on sm80 does not split the keys,
+# would keep fewer SMs busy.
 _DECODE_ROWS = 32
+_MORE_DECODE_ROWS = 128
+_MORE_DECODE_KEYS = 1024
+_DECODE_TILES = {"sm80": 128, "sm90": 8}
 
 # Features of a call, as messages name them where their name will not do.
 _DESCRIPTIONS = {
@@ -516,9 +521,16 @@ def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:
     forced = _settings["decode"]
     if forced is not None:
         return bool(forced)
-    rows = problem.max_seqlen_q * (problem.nheads // problem.nheads_kv)
-    if rows > _DECODE_ROWS or _settings["tile"] >= 0:
+    if _settings["tile"] >= 0:
         return False
+    rows = problem.max_seqlen_q * (problem.nheads // problem.nheads_kv)
+    if rows > _DECODE_ROWS:
+        tiles = -(-rows // _DECODE_ROWS) * problem.batch * problem.nheads_kv
+        # With a fixed num_splits the kernel must not depend on the batch.
+        if rows > _MORE_DECODE_ROWS or problem.max_seqlen_k < _MORE_DECODE_KEYS:
+            return False
+        if tiles > _DECODE_TILES[backend] or problem.num_splits > 0:
+            return False
     aligned = out_aligned and _are_aligned(problem)
     return isinstance(_kernel(problem, backend, "decode", aligned), int)
 
