@@ -31,7 +31,9 @@ def candidates(fa3_library: str | None) -> dict[str, Call]:
     wanted = q_wanted, k_wanted, v_wanted = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse, _ = flash_attn.flash_attn_func(q_wanted, k_wanted, v_wanted, return_attn_probs=True)
     result = out.detach()
-    one = q[:, :1].contiguous()
+    one, new = q[:, :1].contiguous(), k[:, :1].contiguous()
+    k_cache, v_cache = k.clone(), v.clone()  # that are appended to
+    cos, sin = torch.randn(2, SHAPE[1], SHAPE[3] // 2, device="cuda", dtype=torch.bfloat16)
     packed_q, packed_k, packed_v = (x.flatten(0, 1) for x in (q, k, v))
     lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
     cu_seqlens = torch.tensor([0, 50, 128], dtype=torch.int32, device="cuda")
@@ -56,6 +58,9 @@ def candidates(fa3_library: str | None) -> dict[str, Call]:
         ),
         "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(
             one, k, v, cache_seqlens=lengths
+        ),
+        "flash_attn_with_kvcache, append": lambda: flash_attn.flash_attn_with_kvcache(
+            one, k_cache, v_cache, new, new, cos, sin, cache_seqlens=lengths
         ),
         "scaled_dot_product_attention": lambda: scaled_dot_product_attention(
             q_heads, k_heads, v_heads
@@ -82,6 +87,11 @@ def candidates(fa3_library: str | None) -> dict[str, Call]:
                 packed_q, packed_k, packed_v, num_splits=1, **lengths_of
             ),
             "flash_attn_3.fwd, cache": lambda: fwd(one, k, v, seqused_k=lengths, num_splits=1),
+            "flash_attn_3.fwd, append": lambda: fwd(
+                *(one, k_cache, v_cache),
+                **{"k_new": new, "v_new": new, "rotary_cos": cos, "rotary_sin": sin},
+                **{"seqused_k": lengths, "num_splits": 1},
+            ),
             "flash_attn_3.bwd": lambda: bwd(dout, q, k, v, result, lse),
         }
     return found

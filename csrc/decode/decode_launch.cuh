@@ -62,11 +62,16 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   // Where several clusters merge, each slice of a tile takes a counter.
   constexpr int kMostCluster = Config::kMostCluster;
   const bool counted = int64_t{heads} * kMostCluster <= kKeptZero;
-  const DecodePlan plan = plan_decode(
-      params, int64_t{params.batch} * heads, Config::kStepKeys,
-      int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) * sizeof(typename Config::T),
-      std::min<int64_t>(rows, Config::kRows) * Config::kHeadDimV * sizeof(float),
-      counted ? kMostSplits : kMostCluster, kMostCluster, slots_of<Config>);
+  DecodeWork work{};
+  work.tiles = int64_t{params.batch} * heads;
+  work.rows = static_cast<int>(std::min<int64_t>(rows, Config::kRows));
+  work.rows_of_threads = Config::kThreads / (Config::kHeadDimV / 4.f);
+  work.step_keys = Config::kStepKeys;
+  work.step_bytes =
+      int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) * sizeof(typename Config::T);
+  work.most_splits = counted ? kMostSplits : kMostCluster;
+  work.most_cluster = kMostCluster;
+  const DecodePlan plan = plan_decode(params, work, slots_of<Config>);
   params.num_splits = plan.splits;
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
@@ -79,7 +84,7 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   schedule.clusters = plan.clusters;
   schedule.group = group;
   schedule.row_tiles = row_tiles;
-  schedule.rows = static_cast<int>(std::min<int64_t>(rows, Config::kRows));
+  schedule.rows = work.rows;
   schedule.page_shift = -1;
   for (int shift = 0; shift < 31; ++shift) {
     if (params.page_size == 1 << shift) schedule.page_shift = shift;

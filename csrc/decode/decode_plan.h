@@ -27,47 +27,62 @@ inline DecodePlan plan_of_splits(int splits, int most_cluster) {
   return {splits, cluster};
 }
 
-// tiles: of the launch; step_keys, step_bytes: of K and V in a step of a thread block; part_bytes:
-// that a cluster leaves for the merge; slots_of(cluster, alone): thread blocks that run at a time,
-// each alone on its SM or not
+// What a launch has to do, without regard to parts.
+struct DecodeWork {
+  int64_t tiles;
+  int rows;               // of a tile
+  float rows_of_threads;  // that a thread block merges at a time
+  int step_keys;          // of a thread block
+  int64_t step_bytes;     // of K and V
+  int most_splits, most_cluster;
+};
+
+// slots_of(cluster, alone): thread blocks that run at a time, each alone on its SM or not
 template <typename SlotsOf>
-DecodePlan plan_decode(const ForwardParams& params, int64_t tiles, int step_keys,
-                       int64_t step_bytes, int64_t part_bytes, int most_splits, int most_cluster,
-                       SlotsOf slots_of) {
+DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, SlotsOf slots_of) {
   int64_t steps = 1;
   for (const KnownSequences& x : known_sequences(params)) {
-    steps = std::max(steps, x.steps(0, x.queries(), step_keys));
+    steps = std::max(steps, x.steps(0, x.queries(), work.step_keys));
   }
-  most_splits = static_cast<int>(std::min<int64_t>(steps, most_splits));
+  const int most_splits = static_cast<int>(std::min<int64_t>(steps, work.most_splits));
   if (params.num_splits > 0) {
-    return plan_of_splits(std::min(params.num_splits, most_splits), most_cluster);
+    return plan_of_splits(std::min(params.num_splits, most_splits), work.most_cluster);
   }
 
-  // Fitted to an H200: 1 to 2048 tiles, 1k to 64k keys. Microseconds; bytes of a microsecond, of
-  // all SMs, of one SM, and of a thread block that merges. Clusters that have no SM for each thread
-  // block fill SMs by twos, which takes kPacked longer.
-  constexpr float kEnds = 3.2f, kClusterMerge = 0.5f, kMerge = 2.3f, kPacked = 1.5f;
-  constexpr float kBytes = 4.58e6f, kBytesOfSm = 56.5e3f, kBytesOfOne = 75e3f;
+  // Fitted to an H200: 1 to 256 tiles of 1 to 32 rows, 512 to 64k keys. Microseconds; bytes of a
+  // microsecond, of all SMs and of one, which computes more for many rows and gathers small pages.
+  constexpr float kEnds = 3.5f, kBytes = 4.49e6f;
+  constexpr float kFewRows = 55e3f, kManyRows = 37e3f, kManyRowsByTwos = 49e3f, kSmallPages = 0.7f;
+  // To merge a cluster and several of them, each once and for 8 parts of a thread's columns.
+  constexpr float kCluster = 0.6f, kClusterParts = 0.34f, kClusters = 1.36f, kClustersParts = 0.85f;
+  const bool small_pages = params.block_table != nullptr && params.page_size < work.step_keys;
   DecodePlan best{1, 1};
   float least = INFINITY;
-  for (int cluster = 1; cluster <= most_cluster; cluster *= 2) {
+  for (int cluster = 1; cluster <= work.most_cluster; cluster *= 2) {
     const int64_t slots = slots_of(cluster, false), alone = slots_of(cluster, true);
+    // Clusters that have no SM for each thread block fill SMs by twos.
     const auto round = [&](int64_t blocks, int64_t block_steps) {
       if (blocks == 0) return 0.f;
-      const bool packed = cluster > 1 && blocks > alone;
-      const float sms = std::min(packed ? (blocks + 1) / 2 : blocks, alone);
-      const float bytes = static_cast<float>(block_steps * step_bytes) * blocks;
-      return kEnds + (packed ? kPacked : 0) + bytes / std::min(kBytes, sms * kBytesOfSm);
+      const bool by_twos = cluster > 1 && blocks > alone;
+      const int64_t sms = std::min(by_twos ? (blocks + 1) / 2 : blocks, alone);
+      const float bytes_of_sm = (work.rows <= 16 ? kFewRows
+                                 : by_twos       ? kManyRowsByTwos
+                                                 : kManyRows) *
+                                (small_pages ? kSmallPages : 1);
+      return kEnds + static_cast<float>(block_steps * work.step_bytes * blocks) /
+                         std::min(kBytes, static_cast<float>(sms) * bytes_of_sm);
     };
+    const float turns = std::ceil(std::ceil(1.f * work.rows / cluster) / work.rows_of_threads);
     for (int splits = cluster; splits <= most_splits; splits += cluster) {
       const DecodePlan plan{splits, cluster};
-      const int64_t blocks = tiles * splits, block_steps = (steps + splits - 1) / splits;
+      const int64_t blocks = work.tiles * splits, block_steps = (steps + splits - 1) / splits;
       float time = static_cast<float>(blocks / slots) * round(slots, block_steps) +
                    round(blocks % slots, block_steps);
-      if (cluster > 1) time += kClusterMerge;
-      if (plan.clusters > 1) {
-        time += kMerge + static_cast<float>(plan.clusters * part_bytes / cluster) / kBytesOfOne;
-      }
+      const auto merge = [&](int parts, float once, float each) {
+        if (parts > 1) time += once + each * turns * static_cast<float>((parts + 7) / 8);
+      };
+      merge(cluster, kCluster, kClusterParts);
+      merge(plan.clusters, kClusters, kClustersParts);
       if (time < least) {
         least = time;
         best = plan;
