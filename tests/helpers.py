@@ -34,8 +34,9 @@ def kernels_forced() -> str | None:
 
 
 def takes(backend: str | None, feature: str) -> bool:
-    """Whether the backend, if it has kernels, has some with this feature for any lengths."""
-    rows = (x for x in cuda._KERNELS if x.backend == backend and x.operation != "decode")
+    """Whether the backend, if it has kernels, has a forward or backward with this feature."""
+    of_all_lengths = ("forward", "backward")
+    rows = (x for x in cuda._KERNELS if x.backend == backend and x.operation in of_all_lengths)
     return backend is None or any(feature in x.takes for x in rows)
 
 
