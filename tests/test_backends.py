@@ -28,6 +28,7 @@ ROWS = [
         *kernel,
         dtype,
         dtype,
+        dtype,
         *headdims,
         features,
         frozenset(always | (full if features == "full" else set())),

@@ -119,7 +119,7 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   };
 }
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, bool kHopper>
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, bool kHopper>
 struct DecodeRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
