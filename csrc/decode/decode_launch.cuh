@@ -62,11 +62,12 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   // Where several clusters merge, each slice of a tile takes a counter.
   constexpr int kMostCluster = Config::kMostCluster;
   const bool counted = int64_t{heads} * kMostCluster <= kKeptZero;
-  const DecodePlan plan = plan_decode(
-      params, int64_t{params.batch} * heads, Config::kStepKeys,
-      int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) * sizeof(typename Config::T),
-      std::min<int64_t>(rows, Config::kRows) * Config::kHeadDimV * sizeof(float),
-      counted ? kMostSplits : kMostCluster, kMostCluster, slots_of<Config>);
+  const DecodePlan plan =
+      plan_decode(params, int64_t{params.batch} * heads, Config::kStepKeys,
+                  int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) *
+                      sizeof(typename Config::KV),
+                  std::min<int64_t>(rows, Config::kRows) * Config::kHeadDimV * sizeof(float),
+                  counted ? kMostSplits : kMostCluster, kMostCluster, slots_of<Config>);
   params.num_splits = plan.splits;
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
@@ -119,7 +120,8 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   };
 }
 
-template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, bool kHopper>
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures,
+          bool kHopper>
 struct DecodeRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
@@ -138,7 +140,7 @@ struct DecodeRow {
 
  private:
   template <int kRowTiles>
-  using Config = DecodeConfig<T, kHeadDim, kHeadDimV, kFeatures, kRowTiles, kHopper>;
+  using Config = DecodeConfig<T, KV, kHeadDim, kHeadDimV, kFeatures, kRowTiles, kHopper>;
 };
 
 }  // namespace flash::decode
