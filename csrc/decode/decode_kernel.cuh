@@ -156,19 +156,18 @@ __device__ void leave_warps(typename Config::SharedStorage& shared, const TileRo
     if (lane % 4 == 0) {
       shared.rows[warp][row] = make_float2(softmax.reference[r], softmax.sum[r]);
     }
-    const auto pair = [&](int n) { return &out[r / 2][n][r % 2 * 2]; };
     if constexpr (Config::kIsE4m3) {
       auto* const target = shared.out[warp][row] + lane % 4;
 #pragma unroll
       for (int n = 0; n < Config::kHeadDimV / 8; n += 2) {
-        const float *const even = pair(n), *const odd = pair(n + 1);
-        target[n * 2] = make_float4(even[0], odd[0], even[1], odd[1]);
+        target[n * 2] = columns_of(out[r / 2][n], out[r / 2][n + 1], r % 2);
       }
     } else {
       auto* const target = reinterpret_cast<float2*>(shared.out[warp][row]) + lane % 4;
 #pragma unroll
       for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-        target[n * 4] = make_float2(pair(n)[0], pair(n)[1]);
+        const float* const pair = &out[r / 2][n][r % 2 * 2];
+        target[n * 4] = make_float2(pair[0], pair[1]);
       }
     }
   }

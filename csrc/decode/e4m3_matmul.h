@@ -5,7 +5,7 @@
 // A lane then has other columns than the fragments of the matmul want (ptx/mma_sync.h): of 16
 // columns, places 0..7 of K's operands are columns 0, 2, .. 14 and places 8..15 the odd ones, and
 // the same is true of the tiles of the output. So the queries are stored in this order
-// (order_queries), and leave_warps undoes it.
+// (order_queries), and columns_of undoes it.
 #pragma once
 
 #include <cstdint>
@@ -106,6 +106,13 @@ __device__ void multiply_by_e4m3_values(float (&out)[kRowTiles][kHeadDimV / 8][4
       }
     }
   }
+}
+
+// Columns 4 * (lane % 4) and on of 16, in the accumulators' row lane / 4 or, if `half`, lane / 4
+// + 8. even, odd: the accumulators of the even columns and of the odd ones
+__device__ inline float4 columns_of(const float (&even)[4], const float (&odd)[4], int half) {
+  const int j = 2 * half;
+  return make_float4(even[j], odd[j], even[j + 1], odd[j + 1]);
 }
 
 }  // namespace flash::decode
