@@ -466,14 +466,17 @@ class _Sequences:
         part. The others are multiplied by ``descale`` (batch, heads).
         """
         index, exists = self.rows(block)
+        is_fp8 = tensor.dtype == FP8
+        if is_fp8:  # PyTorch moves bytes everywhere
+            tensor = tensor.view(torch.uint8)
         if self.contiguous:
             tile = tensor[:, block.start : block.stop]
         elif tensor.dim() == 4:
             tile = tensor[index // self.seqlen, index % self.seqlen]
         else:
             tile = tensor[index]
-        if tile.dtype == FP8:  # which PyTorch has no masked_fill for
-            tile = tile.float()
+        if is_fp8:
+            tile = tile.view(FP8).float()
         if not self.whole:
             tile = tile.masked_fill(~exists[:, :, None, None], 0.0)
         tile = tile.transpose(1, 2)
