@@ -205,7 +205,7 @@ def test_every_number_of_the_format(device):
             _, lse = flash_attn_with_kvcache(
                 unit, one, one, softmax_scale=1.0, return_softmax_lse=True
             )
-            assert abs(lse.item() - one[0, 0, 0, d].item()) <= 1e-5 * abs(lse.item())
+            assert abs(lse.item() - one[0, 0, 0, d].item()) <= 1e-5 * abs(lse.item()) + 1e-6
 
 
 # ---- errors --------------------------------------------------------------------------------------
