@@ -38,7 +38,11 @@ ARCHITECTURES = {
     "80": ("sm80", "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80"),
     "90a": ("sm90", "-gencode=arch=compute_90a,code=sm_90a"),
 }
-CPP_DTYPES = {"fp16": ("__half", "kFloat16"), "bf16": ("__nv_bfloat16", "kBFloat16")}
+CPP_DTYPES = {
+    "fp16": ("__half", "kFloat16"),
+    "bf16": ("__nv_bfloat16", "kBFloat16"),
+    "e4m3": ("__nv_fp8_e4m3", "kFloat8E4M3"),
+}
 CPP_FEATURES = {"plain": "kPlain", "full": "kFull"}
 
 
@@ -52,7 +56,8 @@ class Kernel:
 
     operation: str
     backend: str
-    dtype: str  # of q, k and v
+    dtype: str  # of q
+    kv_dtype: str  # of k and v
     out_dtype: str
     headdim: int  # of q and k, the largest that it takes
     headdim_v: int
@@ -60,7 +65,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        types = self.dtype if self.out_dtype == self.dtype else f"{self.dtype}_{self.out_dtype}"
+        types = "_".join(dict.fromkeys((self.dtype, self.kv_dtype, self.out_dtype)))
         dim = f"d{self.headdim}" + ("" if self.headdim == self.headdim_v else f"v{self.headdim_v}")
         return f"{self.backend}_{self.operation}_{types}_{dim}_{self.features}"
 
@@ -74,9 +79,15 @@ class Kernel:
 # Smaller head dims run in the next larger kernel, which reads them in place.
 HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
+
+def kv_dtypes(operation: str, dtype: str) -> tuple[str, ...]:
+    """Of the kernels for q of a dtype."""
+    return (dtype, "e4m3") if operation in ("decode", "append") else (dtype,)
+
+
 # The one table of what is compiled: a row for each kernel.
 KERNELS = tuple(
-    Kernel(operation, backend, dtype, dtype, headdims[0], headdims[1], features)
+    Kernel(operation, backend, dtype, kv_dtype, dtype, headdims[0], headdims[1], features)
     for backend, operation, all_headdims in (
         ("sm80", "forward", HEADDIMS),
         ("sm80", "backward", HEADDIMS),
@@ -85,10 +96,14 @@ KERNELS = tuple(
         ("sm90", "backward", HEADDIMS[1:]),
         ("sm90", "decode", HEADDIMS),
     )
-    for dtype, headdims, features in product(CPP_DTYPES, all_headdims, CPP_FEATURES)
+    for dtype, headdims, features in product(("fp16", "bf16"), all_headdims, CPP_FEATURES)
+    for kv_dtype in kv_dtypes(operation, dtype)
 ) + tuple(
-    Kernel(operation, backend, dtype, dtype, *HEADDIMS[-1], "full")  # of any head dim
-    for backend, operation, dtype in product(("sm80", "sm90"), ("rotary", "append"), CPP_DTYPES)
+    Kernel(operation, backend, dtype, kv_dtype, dtype, *HEADDIMS[-1], "full")  # of any head dim
+    for backend, operation, dtype in product(
+        ("sm80", "sm90"), ("rotary", "append"), ("fp16", "bf16")
+    )
+    for kv_dtype in kv_dtypes(operation, dtype)
 )
 
 
@@ -210,7 +225,7 @@ def find_ninja() -> str:
 
 
 def kernel_source(row: Kernel) -> str:
-    dtypes = [CPP_DTYPES[dtype] for dtype in (row.dtype, row.out_dtype)]
+    dtypes = [CPP_DTYPES[dtype] for dtype in (row.dtype, row.kv_dtype, row.out_dtype)]
     headdims = f"{row.headdim}, {row.headdim_v}"
     types = ", ".join(cpp_type for cpp_type, _ in dtypes)
     names = ", ".join(f"DType::{enumerator}" for _, enumerator in dtypes)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+FP8 = torch.float8_e4m3fn
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Matrix products that have the head dim of q and k in them, and those that have v's: S, dQ and dK;
 # O, dP and dV.
@@ -39,6 +40,7 @@ class Case(NamedTuple):
     keys: int = 0  # of each sequence in cross-attention; 0: as many as its queries
     headdim_v: int = 0  # 0: headdim
     append: bool = False  # the queries' own keys are new: rotated and appended in the same call
+    fp8_cache: bool = False  # the KV cache is in e4m3, whatever the dtype
     prefills: int = 0  # sequences packed before those of the KV cache, whose queries are packed too
     prefill: int = 2048  # queries and keys of each of them
     model: str = ""  # whose attention this is; a label
@@ -129,7 +131,9 @@ class Case(NamedTuple):
         forward, backward = (q + k) * (d + dv), q * (2 * d + dv) + 2 * k * (d + dv)
         forward += 2 * queries * self.nheads_kv * (d + dv) * self.append
         elements = {"forward": forward, "backward": backward, "both": forward + backward}
-        return elements[self.direction] * DTYPES[self.dtype].itemsize
+        size = DTYPES[self.dtype].itemsize
+        cached = (k + queries * self.nheads_kv * self.append) * (d + dv)
+        return elements[self.direction] * size - cached * (size - 1) * self.fp8_cache
 
 
 class Inputs(NamedTuple):
@@ -200,10 +204,12 @@ def make_inputs(case: Case, device: str) -> Inputs:
             "rotary_cos": angles.cos().to(DTYPES[case.dtype]),
             "rotary_sin": angles.sin().to(DTYPES[case.dtype]),
         }
+    k = random_heads(rows_k, case.nheads_kv, headdim)
+    v = random_heads(rows_k, case.nheads_kv, headdim_v)
     return Inputs(
         q=random_heads(rows_q, case.nheads, headdim),
-        k=random_heads(rows_k, case.nheads_kv, headdim),
-        v=random_heads(rows_k, case.nheads_kv, headdim_v),
+        k=k.to(FP8) if case.fp8_cache else k,
+        v=v.to(FP8) if case.fp8_cache else v,
         dout=random_heads(rows_q, case.nheads, headdim_v, leaf=False),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

@@ -66,6 +66,7 @@ def grids(k: int) -> dict[str, Grid]:
             "TFLOP/s",
         ),
         "append": Grid(each((1, 64), (1, 8), page_size=(0, 16), append=(False, True)), "append"),
+        "fp8": Grid(each((16, 64), (8, 64), fp8_cache=(False, True)), "fp8_cache"),
     }
 
 
@@ -77,6 +78,10 @@ def cells(row: Row, before: Row | None, baseline: str) -> dict[str, str]:
         for name in row["providers"]
     }
     added: dict[str, str] = {}
+    if row["grid"] == "fp8":  # likewise: the one in 16 bits comes first
+        whole = before["ms"].get(ours) if row["fp8_cache"] and before is not None else None
+        faster = whole and whole / ms[ours] if ours in ms else None
+        added = {"cache": "e4m3" if row["fp8_cache"] else "16 bits", "faster": figure(faster, 2)}
     if row["grid"] == "append":  # each case follows the same one without an append
         alone = before["ms"].get(ours) if row["append"] and before is not None else None
         added = {"append us": figure(alone and (ms[ours] - alone) * 1e3, 2)}

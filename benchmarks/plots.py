@@ -201,6 +201,7 @@ def cache_axes(row: Row) -> dict[str, str]:
         "queries": f"{row['queries']} {'query' if row['queries'] == 1 else 'queries'}",
         "page_size": f"pages of {row['page_size']}" if row["page_size"] else "dense",
         "append": "append" if row["append"] else "attention",
+        "fp8_cache": "e4m3" if row.get("fp8_cache") else "16 bits",
     }
 
 

@@ -215,7 +215,7 @@ def _torch_context(case: Case, backend: SDPBackend | None = None) -> Iterator[No
 
 def _sdpa(backend: SDPBackend) -> Provider:
     def prepare(case: Case, x: Inputs) -> Forward:
-        _refuse(case, "window", "varlen", "softcap", "alibi", "page_size", "append")
+        _refuse(case, "window", "varlen", "softcap", "alibi", "page_size", "append", "fp8_cache")
         if case.keys and case.causal:  # is_causal means the first query and the first key
             raise NotImplementedError("no causal cross-attention")
         q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
@@ -267,7 +267,7 @@ def _flash() -> Provider:
 
 
 def _flash_operator(case: Case, x: Inputs) -> Forward:
-    _refuse(case, "softcap", "alibi", "page_size", "append")
+    _refuse(case, "softcap", "alibi", "page_size", "append", "fp8_cache")
     if case.queries:
         _refuse(case, "varlen")
     left, right = case.window_size
@@ -299,8 +299,9 @@ def _load_library(path: str) -> None:
 def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     if library is None:
         raise NotImplementedError("no library given (--fa3-library)")
-    _refuse(case, "dropout_p", "alibi")
+    _refuse(case, "dropout_p", "alibi", *["append"] * case.fp8_cache)
     _load_library(library)
+    q = x.q.to(x.k.dtype)  # beside a cache in FP8 it takes queries in FP8 alone
     left, right = case.window_size
     longest_q, longest_k = (None, None) if x.cu_seqlens_q is None else case.longest
     options: dict[str, Any] = {
@@ -322,7 +323,7 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     if x.new is not None:
         names = {"k": "k_new", "v": "v_new"}
         options |= {names.get(name, name): tensor for name, tensor in x.new.items()}
-    fwd = partial(torch.ops.flash_attn_3.fwd, x.q, x.k, x.v, **options)
+    fwd = partial(torch.ops.flash_attn_3.fwd, q, x.k, x.v, **options)
     return lambda: fwd()[0]
 
 

@@ -60,8 +60,8 @@ PlacedCall prepare(size_t kernel, const Tensors& tensors, const Numbers& numbers
   return {Call(*kernels()[kernel], tensors, numbers), {}, {}};
 }
 
-using KernelRow = std::tuple<std::string, std::string, std::string, std::string, int, int,
-                             std::string, std::vector<std::string>, int>;
+using KernelRow = std::tuple<std::string, std::string, std::string, std::string, std::string, int,
+                             int, std::string, std::vector<std::string>, int>;
 
 std::vector<KernelRow> kernel_rows() {
   std::vector<KernelRow> rows;
@@ -71,8 +71,8 @@ std::vector<KernelRow> kernel_rows() {
       if (kernel->takes & x.feature) takes.emplace_back(x.name);
     }
     rows.emplace_back(kernel->operation, kernel->backend, name(kernel->dtype),
-                      name(kernel->out_dtype), kernel->headdim, kernel->headdim_v, kernel->features,
-                      std::move(takes), kernel->tiles);
+                      name(kernel->kv_dtype), name(kernel->out_dtype), kernel->headdim,
+                      kernel->headdim_v, kernel->features, std::move(takes), kernel->tiles);
   }
   return rows;
 }
@@ -125,7 +125,9 @@ PYBIND11_MODULE(_C, module) {
       "i for i of 0 .. GRAPH_SLOTS - 1, or None if all are taken.");
   module.attr("GRAPH_SLOTS") = flash::kGraphSlots;
   module.attr("KEPT_ZERO") = flash::kKeptZero;
-  module.def("kernels", &flash::kernel_rows,
-             "The kernels of this build: (operation, backend, dtype, dtype of the result, headdim, "
-             "headdim_v, feature set, features, number of tile shapes).");
+  module.def(
+      "kernels", &flash::kernel_rows,
+      "The kernels of this build: (operation, backend, dtype, dtype of k and v, dtype of the "
+      "result, headdim, "
+      "headdim_v, feature set, features, number of tile shapes).");
 }

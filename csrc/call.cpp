@@ -128,6 +128,18 @@ class Reader {
     bind(name, target, tensor);
   }
 
+  // (batch, nheads_kv) at any strides; null if there is none.
+  void descale(const std::string& name, Descale& target, const Shape& shape) {
+    if (!has(name)) return;
+    const TensorView& tensor = get(name);
+    if (!matches(tensor, shape, DType::kFloat32)) {
+      reject(name, tensor, shape, DType::kFloat32, "any strides");
+    }
+    target.batch_stride = tensor.stride[0];
+    target.head_stride = tensor.stride[1];
+    bind(name, target.data, tensor);
+  }
+
   void require_alignment(const std::string& name) {
     aligned_ = aligned_ && reinterpret_cast<uintptr_t>(get(name).data) % 16 == 0;
   }
@@ -236,8 +248,8 @@ void read_common(Reader& reader, Params& params) {
   Shape v_shape = k_shape;
   v_shape.back() = headdim_v;
   reader.operand("q", params.q, rows_of(q, headdim), kernel.dtype);
-  reader.operand("k", params.k, k_shape, kernel.dtype);
-  reader.operand("v", params.v, v_shape, kernel.dtype);
+  reader.operand("k", params.k, k_shape, kernel.kv_dtype);
+  reader.operand("v", params.v, v_shape, kernel.kv_dtype);
   reader.operand("out", params.out, rows_of(q, headdim_v), kernel.out_dtype);
   params.lse_head_stride = params.total_q;
   params.lse_batch_stride = packed_q ? 0 : nheads * params.lse_head_stride;
@@ -309,10 +321,17 @@ void read_pages(Reader& reader, Params& params) {
   params.page_size = to_int("page size", reader.get("k").size[1]);
 }
 
+template <typename Params>
+void read_descales(Reader& reader, Params& params) {
+  reader.descale("k_descale", params.k_descale, {params.batch, params.nheads_kv});
+  reader.descale("v_descale", params.v_descale, {params.batch, params.nheads_kv});
+}
+
 void read(Reader& reader, ForwardParams& params) {
   read_common(reader, params);
   read_pages(reader, params);
   reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
+  read_descales(reader, params);
   complete(reader, params);
 }
 
@@ -396,8 +415,8 @@ void read(Reader& reader, AppendParams& params) {
                                 "; accepted: that of q, " + std::to_string(batch));
   }
   reader.operand("q", params.q, rows_of(q, params.headdim), dtype);
-  reader.operand("k", params.k, rows_of(k, params.headdim), dtype);
-  reader.operand("v", params.v, rows_of(k, params.headdim_v), dtype);
+  reader.operand("k", params.k, rows_of(k, params.headdim), reader.kernel().kv_dtype);
+  reader.operand("v", params.v, rows_of(k, params.headdim_v), reader.kernel().kv_dtype);
   reader.operand("k_new", params.k_new, {batch, seqlen_new, nheads_kv, params.headdim}, dtype);
   reader.operand("v_new", params.v_new, {batch, seqlen_new, nheads_kv, params.headdim_v}, dtype);
   if (reader.has("rotary_cos")) {
@@ -412,6 +431,7 @@ void read(Reader& reader, AppendParams& params) {
     throw std::invalid_argument("seqused_k, lengths: missing");
   }
   read_pages(reader, params);
+  read_descales(reader, params);
   params.aligned = reader.aligned();
 }
 

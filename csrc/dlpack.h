@@ -8,8 +8,8 @@
 
 namespace flash::dlpack {
 
-constexpr int32_t kCuda = 2;                          // DLDeviceType
-constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;  // DLDataTypeCode
+constexpr int32_t kCuda = 2;                                            // DLDeviceType
+constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4, kFloat8E4M3 = 10;  // DLDataTypeCode
 
 struct DataType {
   uint8_t code, bits;

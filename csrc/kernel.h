@@ -57,7 +57,7 @@ using Launcher = std::function<void(const CallParams&, cudaStream_t)>;
 
 struct Kernel {
   std::string_view operation, backend;  // "forward", "sm80"
-  DType dtype, out_dtype;               // of q, k and v; of the result
+  DType dtype, kv_dtype, out_dtype;     // of q; of k and v; of the result
   int headdim, headdim_v;               // the largest that it takes
   std::string_view features;            // name of its feature set
   uint32_t takes;                       // of Feature
@@ -70,12 +70,13 @@ struct Kernel {
 // beside the kernel, in <backend>/<operation>_launch.cuh.
 template <typename Row>
 constexpr Kernel make_kernel(std::string_view operation, std::string_view backend, DType dtype,
-                             DType out_dtype, int headdim, int headdim_v,
+                             DType kv_dtype, DType out_dtype, int headdim, int headdim_v,
                              std::string_view features) {
   using Params = typename Row::Params;
   return {operation,
           backend,
           dtype,
+          kv_dtype,
           out_dtype,
           headdim,
           headdim_v,

@@ -13,8 +13,9 @@ const std::vector<const Kernel*>& kernels() {
 
 std::string describe(const Kernel& kernel) {
   std::ostringstream text;
-  text << kernel.backend << ' ' << kernel.operation << ' ' << name(kernel.dtype) << ' '
-       << kernel.headdim << '/' << kernel.headdim_v << ' ' << kernel.features;
+  text << kernel.backend << ' ' << kernel.operation << ' ' << name(kernel.dtype) << ' ';
+  if (kernel.kv_dtype != kernel.dtype) text << name(kernel.kv_dtype) << ' ';
+  text << kernel.headdim << '/' << kernel.headdim_v << ' ' << kernel.features;
   return text.str();
 }
 
@@ -24,6 +25,8 @@ const char* name(DType dtype) {
       return "fp16";
     case DType::kBFloat16:
       return "bf16";
+    case DType::kFloat8E4M3:
+      return "e4m3";
     case DType::kFloat32:
       return "fp32";
     case DType::kInt32:
@@ -37,6 +40,8 @@ const char* name(DType dtype) {
 
 int size_of(DType dtype) {
   switch (dtype) {
+    case DType::kFloat8E4M3:
+      return 1;
     case DType::kFloat16:
     case DType::kBFloat16:
       return 2;

@@ -10,7 +10,7 @@ namespace flash {
 
 const std::vector<const Kernel*>& kernels();
 
-// "sm80 forward fp16 64/64 plain"
+// "sm80 forward fp16 64/64 plain"; with the dtype of k and v where it is another.
 std::string describe(const Kernel& kernel);
 
 const char* name(DType dtype);

@@ -7,7 +7,7 @@
 namespace flash {
 
 // kOther is any dtype that no kernel takes.
-enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32, kInt32, kInt64, kOther };
+enum class DType : uint8_t { kFloat16, kBFloat16, kFloat8E4M3, kFloat32, kInt32, kInt64, kOther };
 
 // What a kernel is compiled for. kFull has softcap, ALiBi and dropout; on sm80 also tensors that
 // cannot be moved 16 bytes at a time, and in the forward pages. kPlain has none of them there.
@@ -45,6 +45,13 @@ constexpr uint32_t features_of(FeatureSet set) {
 struct Operand {
   void* data;
   int64_t batch_stride, row_stride, head_stride;
+};
+
+// What the elements of a cache in e4m3 (FP8) are multiplied by: for head h of sequence b data[b *
+// batch_stride + h * head_stride], which is positive. Null: 1.
+struct Descale {
+  const float* data;
+  int64_t batch_stride, head_stride;
 };
 
 // What the parameters of all operations are, to those who launch any.
@@ -116,6 +123,7 @@ struct ForwardParams : AttentionParams {
 
   Operand out;         // (batch, seqlen_q, nheads, headdim_v) or (total_q, nheads, headdim_v)
   const float* s_aux;  // (nheads): the logit of each head's attention sink, or null
+  Descale k_descale, v_descale;
 
   // Paged K and V, (pages, page_size, nheads_kv, dim): row i of sequence b is row i % page_size of
   // page block_table[b * block_table_stride + i / page_size]. seqlen_k is what a row of the table
@@ -201,6 +209,7 @@ struct AppendParams : CallParams {
   Operand q, rotated_q;  // (batch, seqlen_q, nheads, headdim); not rotated: the second is null
   Operand k_new, v_new;  // (batch, seqlen_new, nheads_kv, headdim), headdim_v of v_new
   Operand k, v;          // (slots_k, seqlen_k, nheads_kv, headdim) or (pages, page_size, ...)
+  Descale k_descale, v_descale;
   Rotation rotation;
   int batch, seqlen_q, seqlen_new, nheads, nheads_kv, headdim, headdim_v;
   int seqlen_k;                // rows that a sequence has in the cache

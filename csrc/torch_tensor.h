@@ -26,6 +26,7 @@ struct TorchNames {
   PyTypeObject *tensor_type, *parameter_type;
   PyObject* float16;
   PyObject* bfloat16;
+  PyObject* float8_e4m3fn;
   PyObject* float32;
   PyObject* int32;
   PyObject* int64;
@@ -41,6 +42,7 @@ struct TorchNames {
         pybind11::object(torch.attr("nn").attr("Parameter")).release().ptr());
     float16 = keep("float16");
     bfloat16 = keep("bfloat16");
+    float8_e4m3fn = keep("float8_e4m3fn");
     float32 = keep("float32");
     int32 = keep("int32");
     int64 = keep("int64");
@@ -92,6 +94,7 @@ inline TensorView view_attributes(pybind11::handle tensor) {
   const auto dtype = attribute(tensor, names.dtype);
   if (dtype.ptr() == names.float16) view.dtype = DType::kFloat16;
   if (dtype.ptr() == names.bfloat16) view.dtype = DType::kBFloat16;
+  if (dtype.ptr() == names.float8_e4m3fn) view.dtype = DType::kFloat8E4M3;
   if (dtype.ptr() == names.float32) view.dtype = DType::kFloat32;
   if (dtype.ptr() == names.int32) view.dtype = DType::kInt32;
   if (dtype.ptr() == names.int64) view.dtype = DType::kInt64;
@@ -102,6 +105,7 @@ inline DType dtype_of(dlpack::DataType type) {
   using dlpack::kBfloat, dlpack::kFloat, dlpack::kInt;
   if (type.code == kFloat && type.bits == 16) return DType::kFloat16;
   if (type.code == kBfloat && type.bits == 16) return DType::kBFloat16;
+  if (type.code == dlpack::kFloat8E4M3) return DType::kFloat8E4M3;
   if (type.code == kFloat && type.bits == 32) return DType::kFloat32;
   if (type.code == kInt && type.bits == 32) return DType::kInt32;
   if (type.code == kInt && type.bits == 64) return DType::kInt64;

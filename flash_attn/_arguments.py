@@ -21,6 +21,7 @@ from flash_attn._numbers import scale as read_scale
 PLAIN_NUMBERS = frozenset((int, float, bool, type(None)))
 _STRIDED = torch.strided
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FP8 = torch.float8_e4m3fn  # of a quantised cache, beside q of any of _DTYPES but float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,14 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     alibi_slopes: Tensor | None = None  # (nheads,) or (batch, nheads) float32
     s_aux: Tensor | None = None  # (nheads,): the logit of each head's attention sink
     num_splits: int = 0  # thread blocks that share a sequence's keys; 0: the kernel chooses
+    # (batch, nheads_kv) float32, of a cache in FP8: what its elements are multiplied by; None: 1
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether k and v are a cache in FP8."""
+        return self.k.dtype == FP8
 
     @property
     def softmax_scale(self) -> float:
@@ -264,10 +273,14 @@ def with_kvcache(
     cache_batch_idx: Any,
     cache_leftpad: Any,
     block_table: Any,
+    k_descale: Any,
+    v_descale: Any,
 ) -> tuple[Attention, CacheAppend | None]:
     """Check a decoding call; the problem's ``seqused_k`` does not count the new keys yet."""
     names = ("q", "k_cache", "v_cache")
     q, k_cache, v_cache, sizes = _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
+    _check_descale("k_descale", k_descale, q, k_cache)
+    _check_descale("v_descale", v_descale, q, k_cache)
     batch = q.shape[0]
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError(
@@ -328,6 +341,8 @@ def with_kvcache(
         cache_batch_idx=cache_batch_idx,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     if q.is_cpu:
         _check_values_of_cache(problem, seqlen_new)
@@ -388,14 +403,18 @@ def check_strided(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor (torch.strided), got a {kind}")
 
 
-def _check_tensor(name: str, value: Any, like: Tensor, rank: int) -> None:
-    """``value`` must be a tensor of this rank, on the device and of the dtype of ``like``."""
+def _check_tensor(name: str, value: Any, like: Tensor, rank: int, of: Tensor | None = None) -> None:
+    """``value`` must be a tensor of this rank, on the device of q, ``like``.
+
+    Its dtype must be that of q, or of k_cache, ``of``.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout is not _STRIDED or value.is_nested:
         check_strided(name, value)
-    if value.dtype != like.dtype:
-        raise TypeError(f"{name} must have the dtype of q, {like.dtype}, got {value.dtype}")
+    dtype, owner = (like.dtype, "q") if of is None else (of.dtype, "k_cache")
+    if value.dtype != dtype:
+        raise TypeError(f"{name} must have the dtype of {owner}, {dtype}, got {value.dtype}")
     if value.device != like.device:
         raise ValueError(f"{name} must be on the device of q, {like.device}, got {value.device}")
     if value.dim() != rank:
@@ -423,8 +442,11 @@ def _check_qkv(
         accepted = ", ".join(str(dtype) for dtype in _DTYPES)
         raise TypeError(f"q must have one of the dtypes {accepted}, got {q.dtype}")
     _check_tensor(names[0], q, q, rank_q)
-    _check_tensor(names[1], k, q, rank_k)
-    _check_tensor(names[2], v, q, rank_k)
+    if names[1] == "k_cache" and isinstance(k, Tensor) and k.dtype == FP8:
+        _check_quantised(q, k, v, rank_k)
+    else:
+        _check_tensor(names[1], k, q, rank_k)
+        _check_tensor(names[2], v, q, rank_k)
     try:
         sizes = _remembered_sizes(q.shape, k.shape, v.shape, names)
     except TypeError:  # symbolic sizes cannot be hashed
@@ -432,6 +454,32 @@ def _check_qkv(
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (_whole_rows(name, x) for name, x in zip(names, (q, k, v), strict=True))
     return q, k, v, sizes
+
+
+def _check_quantised(q: Tensor, k_cache: Tensor, v_cache: Any, rank: int) -> None:
+    if q.dtype == torch.float64:
+        raise TypeError(
+            f"q must have one of the dtypes torch.float16, torch.bfloat16, torch.float32 where "
+            f"k_cache has {FP8}, got {q.dtype}"
+        )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_tensor(name, cache, q, rank, of=k_cache)
+
+
+def _check_descale(name: str, descale: Any, q: Tensor, k_cache: Tensor) -> None:
+    if descale is None:
+        return
+    if k_cache.dtype != FP8:
+        raise ValueError(f"{name} must be None unless k_cache has {FP8}, got {k_cache.dtype}")
+    if not isinstance(descale, Tensor) or descale.dtype != torch.float32:
+        raise TypeError(f"{name} must be a torch.float32 tensor, got {_kind(descale)}")
+    if descale.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {descale.device}")
+    expected = (q.shape[0], k_cache.shape[2])
+    if _shape(descale) != expected:
+        raise ValueError(
+            f"{name} must have shape (batch, nheads_kv) = {expected}, got {_shape(descale)}"
+        )
 
 
 def _check_sizes(

@@ -275,6 +275,8 @@ def _flash_attn_with_kvcache(
     alibi_slopes: Tensor | None,
     num_splits: int,
     s_aux: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
     *,
     remember: Remember | None = None,
@@ -304,6 +306,8 @@ def _flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     if out is not None:  # before the cache changes
         _arguments.check_destination("out", out, q, problem.out_shape)

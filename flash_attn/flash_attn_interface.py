@@ -354,6 +354,8 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     s_aux: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
     """Decoding: append keys and values to a cache in place, then attend to it. No gradient.
@@ -363,7 +365,9 @@ def flash_attn_with_kvcache(
     q : (batch, seqlen_q, nheads, headdim)
     k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim), or pages (num_pages, page_size,
     nheads_kv,
-        headdim) with block_table; any strides, updated in place.
+        headdim) with block_table; any strides, updated in place. Of the dtype of q, or both of
+        torch.float8_e4m3fn, which halves their memory and what a step reads; q then is of 16 bits
+        (or of float32, where PyTorch operations attend).
     k, v : (batch, seqlen_new, nheads_kv, headdim), optional
         Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before
         attending.
@@ -384,6 +388,10 @@ def flash_attn_with_kvcache(
     num_splits : int
         Thread blocks that share one sequence's cache; 0 lets the library choose. Only the speed
         depends on it.
+    k_descale, v_descale : (batch, nheads_kv) float32, optional
+        Of caches in float8_e4m3fn: an element stands for itself times the descale of the batch row
+        that reads it, and of its head; None means 1. What is appended is divided by it and rounded
+        to nearest, at most +-448. Any strides: ``scale.expand(batch, nheads_kv)`` will do.
 
     Returns
     -------
@@ -412,6 +420,8 @@ def flash_attn_with_kvcache(
         alibi_slopes,
         num_splits,
         s_aux,
+        k_descale,
+        v_descale,
         out,
     )
     return result if return_softmax_lse else result[0]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +20,8 @@ from hypothesis import HealthCheck, Verbosity, settings
 
 import flash_attn
 from flash_attn import _backends
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Of the GPUs that benchmarks.gpu_check counts, each worker of pytest-xdist begins with another.
 if (gpus := int(os.environ.get("FLASH_ATTN_TEST_GPUS", "1"))) > 1:
@@ -161,3 +167,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def build_support() -> ModuleType:
+    """What setup.py runs."""
+    spec = importlib.util.spec_from_file_location("build_support", ROOT / "build_support.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

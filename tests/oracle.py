@@ -100,6 +100,9 @@ class Attention:
     dropout_p: float = 0.0
     keep: Tensor | None = None
     s_aux: Tensor | None = None
+    # (batch, heads of k): what the elements of k and v of each sequence are multiplied by.
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -128,6 +131,11 @@ class Attention:
         storage = self.storage.on_host()
         for b, rows in enumerate(self.queries()):
             yield b, index_of(self.q, rows), index_of(self.k, storage.keys(self.k, b))
+
+    def keys_and_values(self, b: int, keys: tuple[Tensor, ...]) -> list[Tensor]:
+        """k and v of sequence b, (sk, heads, dim)."""
+        scaled = ((self.k[keys], self.k_descale), (self.v[keys], self.v_descale))
+        return [x if by is None else x * by[b].to(x.dtype)[:, None] for x, by in scaled]
 
     def attend(self, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Attention of sequence b: q (sq, nheads, d), k (sk, nheads_kv, d), v (sk, nheads_kv, dv).
@@ -177,7 +185,8 @@ class Attention:
         out = self.q.new_zeros(*self.q.shape[:-1], self.v.shape[-1])
         lse = self.q.new_full(self.q.shape[:-1], float("nan"))
         for b, rows, keys in self.sequences():
-            out_rows, lse_rows, _ = self.attend(b, self.q[rows], self.k[keys], self.v[keys])
+            k, v = self.keys_and_values(b, keys)
+            out_rows, lse_rows, _ = self.attend(b, self.q[rows], k, v)
             out = out.index_put(rows, out_rows)
             lse = lse.index_put(rows, lse_rows.T)
         return out, lse.movedim(-1, -2)
@@ -338,8 +347,9 @@ def magnitudes(
     largest_of: dict[str, float] = {}
     for b, rows, keys in problem.sequences():
         q = problem.q[rows]
-        k, v = (x[keys][:, problem.kv_head] for x in (problem.k, problem.v))
-        out, lse, p = problem.attend(b, q, problem.k[keys], problem.v[keys])
+        k, v = problem.keys_and_values(b, keys)
+        out, lse, p = problem.attend(b, q, k, v)
+        k, v = (x[:, problem.kv_head] for x in (k, v))
         scores = problem.scale * dot_over_headdim("ihd,jhd->hij", q, k)
         # 1: the logarithm makes an absolute error of the sum's relative one.
         logarithm = 1 + lse.abs().nan_to_num(posinf=0.0)[..., None]

@@ -28,6 +28,7 @@ ROWS = [
         *kernel,
         dtype,
         dtype,
+        dtype,
         *headdims,
         features,
         frozenset(always | (full if features == "full" else set())),
@@ -94,6 +95,39 @@ def test_smallest_kernel(build, given, kernel):
     assert (found.headdim, found.headdim_v) == kernel
     assert found.feature_set == ("plain" if aligned else "full")
     assert _backends.choose(problem(*given)) == "sm80"
+
+
+def cache_in_fp8(headdim: int, seqlen_q: int, dtype: torch.dtype) -> _arguments.Attention:
+    q = torch.zeros(2, seqlen_q, 4, headdim, dtype=dtype)
+    cache = torch.zeros(2, 300, 2, headdim).to(torch.float8_e4m3fn)
+    options = _arguments.options(0.0, None, True, -1, -1, 0.0, False)
+    names = ("rotary_cos", "rotary_sin", "rotary_interleaved", "cache_seqlens", "cache_batch_idx")
+    names += ("cache_leftpad", "block_table", "k_descale", "v_descale")
+    nothing = dict.fromkeys(names)
+    return _arguments.with_kvcache(q, cache, cache, None, None, options, None, None, **nothing)[0]
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 200])
+def test_caches_in_fp8(build, seqlen_q):
+    """They have decode kernels of their own, for any number of queries, and no others."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    build(ROWS, (9, 0))
+    assert _backends.choose(cache_in_fp8(64, seqlen_q, bf16)) == "tiled"
+    rows = [row._replace(kv_dtype="e4m3") for row in ROWS if row.operation == "decode"]
+    build([*ROWS, *rows], (9, 0))
+    given = cache_in_fp8(80, seqlen_q, bf16)
+    assert _backends.choose(given) == "sm90" and cuda._decodes(given, "sm90", True)
+    found = cuda._KERNELS[cuda._kernel(given, "sm90", "decode", True)]
+    assert (found.dtype, found.kv_dtype, found.headdim) == ("bf16", "e4m3", 96)
+    assert _backends.choose(cache_in_fp8(24, seqlen_q, bf16)) == "tiled"
+    assert _backends.choose(cache_in_fp8(64, seqlen_q, fp32)) == "tiled"
+    with _backends.use_backend("sm90"):
+        with pytest.raises(NotImplementedError, match="moved 16 bytes at a time"):
+            _backends.choose(cache_in_fp8(24, seqlen_q, bf16))
+        with pytest.raises(NotImplementedError, match="float32 beside a cache of .*float8_e4m3fn"):
+            _backends.choose(cache_in_fp8(64, seqlen_q, fp32))
+    found = cuda._KERNELS[cuda._kernel(problem(), "sm90", "decode", True)]
+    assert found.kv_dtype == "bf16"
 
 
 def test_each_direction_where_it_has_a_kernel(build):

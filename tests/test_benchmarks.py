@@ -150,6 +150,8 @@ def test_bytes_of_an_append_and_of_a_mixed_batch():
         {"queries": 1, "causal": True, "append": True},
         {"queries": 3, "causal": True, "append": True, "page_size": 16, "group": 2},
         {"queries": 1, "causal": True, "page_size": 16, "prefills": 2, "prefill": 40},
+        {"queries": 1, "causal": True, "fp8_cache": True, "group": 2},
+        {"queries": 2, "causal": True, "fp8_cache": True, "page_size": 16, "append": True},
         {"keys": 77},
         {"keys": 200, "causal": True, "group": 2},
         {"keys": 77, "varlen": True, "window": 40},
@@ -172,7 +174,8 @@ def test_providers_compute_the_same(options, direction, device):
     if case.queries and direction == "both":
         assert not results and reason  # that of the last provider
         return
-    through_operator = not {"alibi", "softcap", "page_size", "append"} & set(options)
+    not_through = {"alibi", "softcap", "page_size", "append", "fp8_cache"}
+    through_operator = not not_through & set(options)
     through_sdpa = through_operator and not {"varlen", "window"} & set(options)
     through_sdpa = through_sdpa and not (case.keys and case.causal)
     through_operator = through_operator and not case.headdim_v
@@ -349,6 +352,9 @@ def test_grids_of_caches(k):
     for mixed in found["mixed"]:
         assert mixed.rows == [(2 * k, 2 * k)] * 8 + [(1, 8 * k)] * 56
     assert [c.append for c in found["append"]] == [False, True] * (len(found["append"]) // 2)
+    half, whole = found["fp8"][1], found["fp8"][0]
+    assert half.fp8_cache and whole == half._replace(fp8_cache=False)
+    assert 1.9 < whole.bytes / half.bytes < 2
 
 
 def test_caches(tmp_path, capsys, monkeypatch):
@@ -360,7 +366,9 @@ def test_caches(tmp_path, capsys, monkeypatch):
             name: [
                 presets.decoding(2, 64, 4, 2, 32, **{**more, "queries": min(c["queries"], 4)})
                 for c in cases
-                for more in [{x: c[x] for x in ("page_size", "append", "queries") if x in c}]
+                for more in [
+                    {x: c[x] for x in ("page_size", "append", "queries", "fp8_cache") if x in c}
+                ]
             ]
             for name, cases in few.items()
         }
@@ -377,10 +385,11 @@ def test_caches(tmp_path, capsys, monkeypatch):
         for row in rows:
             assert row["grid"] == name and row["axis"] == grid.axis and row["unit"] == grid.unit
             assert row["ours"] == "tiled" and row["ms"]["tiled"] > 0
-            assert ("math" in row["ms"]) == (not row["page_size"] and not row["append"])
+            refused = row["page_size"] or row["append"] or row["fp8_cache"]
+            assert ("math" in row["ms"]) == (not refused)
         assert (tmp_path / f"decode-{name}.png").exists() == DRAWS
         assert f"{name} on CPU, fp32: us and {grid.unit}" in printed
-    assert "append us" in printed and "2x9" in printed
+    assert "append us" in printed and "faster" in printed and "2x9" in printed
     if DRAWS:
         (tmp_path / "decode-mixed.png").unlink()
         decode.main(["--replot", str(tmp_path / "decode-mixed.json")])

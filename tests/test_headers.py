@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from flash_attn._backends.philox import dropout_keep_mask
 
 ROOT = Path(__file__).resolve().parent.parent
+HOST = "cuda_on_host.h"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -29,10 +32,12 @@ CASES = [
 ]
 
 
-def output_of(name: str, folder: Path, numbers: list[int]) -> tuple[int, str]:
+def output_of(
+    name: str, folder: Path, numbers: list[int], more: tuple[str, ...] = ("-include", HOST)
+) -> tuple[int, str]:
     """Compile and run a program of tests/cpp; what it returns and prints."""
     includes = [f"-I{ROOT / include}" for include in ("tests/cpp", "csrc")]
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-include", "cuda_on_host.h"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", *more]
     source, program = str(ROOT / "tests" / "cpp" / f"{name}.cpp"), str(folder / name)
     subprocess.run([str(COMPILER), *flags, *includes, source, "-o", program], check=True)
     text = " ".join(map(str, numbers))
@@ -57,3 +62,12 @@ def test_rows_of_no_sequence(tmp_path: Path) -> None:
 
 def test_order_of_dense_tiles(tmp_path: Path) -> None:
     assert output_of("dense_tiles", tmp_path, []) == (0, "")
+
+
+def test_products_in_e4m3(tmp_path: Path, build_support: ModuleType) -> None:
+    """Lanes, layouts and banks; it takes the headers of a CUDA toolkit."""
+    nvcc = build_support.find_nvcc(os.environ)
+    if nvcc is None:
+        pytest.skip("no CUDA toolkit")
+    include = build_support.read_toolkit(nvcc).include
+    assert output_of("e4m3", tmp_path, [], ("-pthread", "-isystem", str(include))) == (0, "")

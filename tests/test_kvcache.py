@@ -109,6 +109,8 @@ def call(case: Decode, **more: Any) -> tuple[Tensor, Tensor]:
         "block_table": storage.block_table,
         "rotary_interleaved": case.rotary_interleaved,
         "return_softmax_lse": True,
+        "k_descale": problem.k_descale,
+        "v_descale": problem.v_descale,
     }
     arguments |= options | more
     return flash_attn_with_kvcache(problem.q, problem.k, problem.v, **arguments)

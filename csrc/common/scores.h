@@ -14,9 +14,11 @@ namespace flash {
 
 // What turns scores into exponents of 2. A scale of zero would turn the -inf of a masked score into
 // NaN; the least scale gives all visible keys equal weight, as zero, and leaves room for ALiBi.
-__host__ __device__ inline float scale_log2_of(const AttentionParams& params) {
+// unit: what Q K^T is to be multiplied by, beside the scale
+__host__ __device__ inline float scale_log2_of(const AttentionParams& params, float unit = 1.f) {
   constexpr float kLeast = 0x1p-100f;
-  return fmaxf((params.softcap > 0.f ? params.softcap : params.softmax_scale) * kLog2e, kLeast);
+  const float scale = params.softcap > 0.f ? params.softcap : params.softmax_scale * unit;
+  return fmaxf(scale * kLog2e, kLeast);
 }
 
 // x = tanh(x) = 1 - 2 / (exp(2x) + 1), right to 1e-7 in absolute terms, which is what a soft cap
@@ -40,11 +42,13 @@ struct ScoreTransform {
   float slope;  // of ALiBi, in units of the scores; 0 without
   int shift;    // query i stands at key i + shift
 
-  __device__ ScoreTransform(const AttentionParams& params, int batch, int head, int shift)
-      : scale(params.softmax_scale), softcap(params.softcap), slope(0.f), shift(shift) {
+  // unit: as of scale_log2_of
+  __device__ ScoreTransform(const AttentionParams& params, int batch, int head, int shift,
+                            float unit = 1.f)
+      : scale(params.softmax_scale * unit), softcap(params.softcap), slope(0.f), shift(shift) {
     if (params.alibi_slopes == nullptr) return;
     slope = params.alibi_slopes[batch * params.alibi_batch_stride + head] *
-            __fdividef(kLog2e, scale_log2_of(params));
+            __fdividef(kLog2e, scale_log2_of(params, unit));
     slope = fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // infinity times distance 0 would be NaN
   }
 

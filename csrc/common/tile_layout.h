@@ -6,19 +6,20 @@
 namespace flash {
 
 // A (rows, kCols) tile lies row by row in chunks of 16 bytes; chunk c of row r is stored in place
-// c ^ (r % 8), or c ^ (r / 2 % 4) where rows are an odd number of 64 bytes. So the 8 chunks that
-// ldmatrix reads at once (8 rows, one column), the 8 that a quarter warp copies and the
-// accumulator's 8 rows all fall on different banks.
+// c ^ (r % 8), or c ^ (r / 2 % 4) where rows are an odd number of 64 bytes, or c ^ (r / 4 % 2) of
+// 32 bytes. So the 8 chunks that ldmatrix reads at once (8 rows, one column), the 8 that a quarter
+// warp copies and the accumulator's 8 rows all fall on different banks.
 template <int kCols>
 struct TileLayout {
-  static_assert(kCols % 32 == 0, "the swizzle permutes groups of 4 or 8 chunks of 8 elements");
+  static_assert(kCols % 16 == 0, "the swizzle permutes groups of 2, 4 or 8 chunks of 8 elements");
   static constexpr int kChunks = kCols / 8;  // in a row
   static constexpr int kRowBytes = kCols * 2;
-  static constexpr int kGroup = kCols % 64 == 0 ? 8 : 4;  // chunks that the swizzle permutes
+  // Chunks that the swizzle permutes.
+  static constexpr int kGroup = kCols % 64 == 0 ? 8 : kCols % 32 == 0 ? 4 : 2;
 
   // Byte offset of a chunk.
   __device__ static constexpr uint32_t offset(int row, int chunk) {
-    return row * kRowBytes + (chunk ^ (kGroup == 8 ? row % 8 : row / 2 % 4)) * 16;
+    return row * kRowBytes + (chunk ^ (row / (8 / kGroup) % kGroup)) * 16;
   }
 
   // Where a lane points ldmatrix in the 16 x 16 block at the tile's origin. Its four 8 x 8 matrices

@@ -16,6 +16,7 @@
 
 #include <cfloat>
 
+#include "common/e4m3.h"
 #include "common/fragment.h"
 #include "common/gaps.h"
 #include "common/mask.h"
@@ -30,6 +31,7 @@
 #include "common/warp.h"
 #include "common/warp_matmul.h"
 #include "decode/decode_config.cuh"
+#include "decode/e4m3_matmul.h"
 #include "decode/key_loader.cuh"
 #include "params.h"
 #include "ptx/cluster.h"
@@ -121,12 +123,14 @@ __device__ Merged merge(int parts, RowOf row_of, OutOf out_of) {
 }
 
 // Writes four columns of a row.
+// value_unit: what the output is to be multiplied by
 template <typename Config>
 __device__ void store_result(const ForwardParams& params, const Sequence& sequence,
-                             const TileRows& tile, int row, int col, const Merged& x) {
+                             const TileRows& tile, int row, int col, const Merged& x,
+                             float value_unit) {
   using T = typename Config::T;
   const int head = tile.head_of(row), place = sequence.q_first + tile.query_of(row);
-  const RowEnd end = end_of_row(x.reference, x.sum, 1.f);
+  const RowEnd end = end_of_row(x.reference, x.sum, value_unit);
   if (col == 0) {
     params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride + place] =
         end.lse;
@@ -152,11 +156,19 @@ __device__ void leave_warps(typename Config::SharedStorage& shared, const TileRo
     if (lane % 4 == 0) {
       shared.rows[warp][row] = make_float2(softmax.reference[r], softmax.sum[r]);
     }
-    auto* const target = reinterpret_cast<float2*>(shared.out[warp][row]) + lane % 4;
+    if constexpr (Config::kIsE4m3) {
+      auto* const target = shared.out[warp][row] + lane % 4;
 #pragma unroll
-    for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-      const float* const pair = &out[r / 2][n][r % 2 * 2];
-      target[n * 4] = make_float2(pair[0], pair[1]);
+      for (int n = 0; n < Config::kHeadDimV / 8; n += 2) {
+        target[n * 2] = columns_of(out[r / 2][n], out[r / 2][n + 1], r % 2);
+      }
+    } else {
+      auto* const target = reinterpret_cast<float2*>(shared.out[warp][row]) + lane % 4;
+#pragma unroll
+      for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
+        const float* const pair = &out[r / 2][n][r % 2 * 2];
+        target[n * 4] = make_float2(pair[0], pair[1]);
+      }
     }
   }
   __syncthreads();
@@ -231,10 +243,18 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     if (i + 1 < kSlots) loader.template load<true>(slot_at(i + 1));
   }
 
+  // What Q K^T and P V are to be multiplied by.
+  float key_unit = 1.f, value_unit = 1.f;
+  if constexpr (Config::kIsE4m3) {
+    key_unit = kE4m3Unit * descale_of(params.k_descale, batch, head_kv);
+    value_unit = kE4m3Unit * descale_of(params.v_descale, batch, head_kv);
+    scale_log2 = scale_log2_of(params, key_unit);
+  }
+
   // Rows that the lane holds some elements of: row r * 8 + lane / 4.
   int queries[2 * kRowTiles];
   float sinks[2 * kRowTiles], slopes[2 * kRowTiles];
-  ScoreTransform transform(params, batch, 0, mask.shift);
+  ScoreTransform transform(params, batch, 0, mask.shift, key_unit);
   transform.slope = 0.f;  // heads differ: ALiBi is applied here
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
@@ -242,13 +262,19 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     queries[r] = tile.query_of(row);
     const bool has_sink = params.s_aux != nullptr && part == 0 && warp == 0;
     sinks[r] = has_sink ? params.s_aux[head] : -INFINITY;
-    if constexpr (kFull) slopes[r] = ScoreTransform(params, batch, head, mask.shift).slope;
+    if constexpr (kFull) {
+      slopes[r] = ScoreTransform(params, batch, head, mask.shift, key_unit).slope;
+    }
   }
   float out[kRowTiles][kHeadDimV / 8][4] = {};
   SoftmaxState<kRowTiles> softmax(scale_log2, sinks, lane % 4 == 0);
 
   ptx::cp_async_wait<kSlots - 2>();
   __syncthreads();  // the queries have arrived
+  if constexpr (Config::kIsE4m3) {
+    order_queries<Config::kThreads, kRows, kHeadDim>(reinterpret_cast<unsigned char*>(shared.q));
+    __syncthreads();  // they are in order
+  }
   int slot = 0;
   const auto next_slot = [&slot] { slot = slot + 1 == kSlots ? 0 : slot + 1; };
 #pragma unroll 1
@@ -256,7 +282,11 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     ptx::cp_async_wait<kSlots - 1>();
     __syncwarp();  // K has arrived
     float scores[kRowTiles][kColTiles][4];
-    compute_scores<T, kHeadDim>(scores, q, slot_at(slot), lane);
+    if constexpr (Config::kIsE4m3) {
+      compute_e4m3_scores<T, kHeadDim>(scores, q, slot_at(slot), lane);
+    } else {
+      compute_scores<T, kHeadDim>(scores, q, slot_at(slot), lane);
+    }
     __syncwarp();  // all lanes are done with the slot
     loader.template load<kSlots % 2 == 1>(slot_at(slot));
     next_slot();
@@ -290,16 +320,20 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
           const int j = 2 * half;
           p[n / 2][m][n % 2 * 2 + half] =
               pack(softmax.exponentiate(scores[m][n][j], m, j),
-                   softmax.exponentiate(scores[m][n][j + 1], m, j + 1), T());
+                   softmax.exponentiate(scores[m][n][j + 1], m, j + 1), typename Config::P());
         }
       }
     }
     ptx::cp_async_wait<kSlots - 1>();
     __syncwarp();  // V has arrived
-    const uint32_t values = slot_at(slot) + TileLayout<kHeadDimV>::by_columns(lane);
+    const uint32_t values = slot_at(slot) + Config::ValueLayout::by_columns(lane);
 #pragma unroll
     for (int n = 0; n < kColTiles / 2; ++n) {
-      multiply_by_values<T, kHeadDimV, 1>(out, p[n], values, n);
+      if constexpr (Config::kIsE4m3) {
+        multiply_by_e4m3_values<kHeadDimV>(out, p[n], values, n);
+      } else {
+        multiply_by_values<T, kHeadDimV, 1>(out, p[n], values, n);
+      }
     }
     __syncwarp();  // all lanes are done with the slot
     loader.template load<kSlots % 2 == 0>(slot_at(slot));
@@ -315,7 +349,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
         [&](int i) { return shared.out[i][row][four]; });
   };
   const auto store = [&](int row, int four, const Merged& x) {
-    store_result<Config>(params, sequence, tile, row, four * 4, x);
+    store_result<Config>(params, sequence, tile, row, four * 4, x, value_unit);
   };
   if (part_steps >= steps) {  // there is one part
     for_each_four<Config>(tile, 0, 1,

@@ -67,8 +67,8 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   work.rows = static_cast<int>(std::min<int64_t>(rows, Config::kRows));
   work.rows_of_threads = Config::kThreads / (Config::kHeadDimV / 4.f);
   work.step_keys = Config::kStepKeys;
-  work.step_bytes =
-      int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) * sizeof(typename Config::T);
+  work.step_bytes = int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) *
+                    sizeof(typename Config::KV);
   work.most_splits = counted ? kMostSplits : kMostCluster;
   work.most_cluster = kMostCluster;
   const DecodePlan plan = plan_decode(params, work, slots_of<Config>);
@@ -124,7 +124,8 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   };
 }
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures, bool kHopper>
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures,
+          bool kHopper>
 struct DecodeRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
@@ -143,7 +144,7 @@ struct DecodeRow {
 
  private:
   template <int kRowTiles>
-  using Config = DecodeConfig<T, kHeadDim, kHeadDimV, kFeatures, kRowTiles, kHopper>;
+  using Config = DecodeConfig<T, KV, kHeadDim, kHeadDimV, kFeatures, kRowTiles, kHopper>;
 };
 
 }  // namespace flash::decode

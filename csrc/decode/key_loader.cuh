@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/sequence.h"
-#include "common/tile_layout.h"
 #include "params.h"
 #include "ptx/cp_async.h"
 
@@ -18,7 +18,7 @@ namespace flash::decode {
 // pages may have any size, and what the block table says is asked for 32 rows in advance.
 template <typename Config>
 class KeyLoader {
-  using T = typename Config::T;
+  using KV = typename Config::KV;
   static constexpr int kBlockN = Config::kBlockN;
   static_assert(32 % kBlockN == 0);
 
@@ -70,26 +70,28 @@ class KeyLoader {
 
   template <bool kValues>
   __device__ void copy(uint32_t slot) const {
-    constexpr int kCols = kValues ? Config::kHeadDimV : Config::kHeadDim;
-    using Layout = TileLayout<kCols>;
-    constexpr int kLanes = Layout::kGroup;  // that share a row
+    using Layout =
+        std::conditional_t<kValues, typename Config::ValueLayout, typename Config::KeyLayout>;
+    constexpr int kElements = 16 / sizeof(KV);  // of a chunk
+    constexpr int kLanes = Layout::kGroup;      // that share a row
     constexpr int kGroups = Layout::kChunks / kLanes;
     const Operand& operand = kValues ? params_.v : params_.k;
     const int64_t offset = min(max(place_.slot, 0), params_.slots_k - 1) * operand.batch_stride +
                            place_.row * operand.row_stride;
     const int row = lane_ / kLanes, chunk = lane_ % kLanes;
-    const T* const source = rows_of<const T>(operand, 0, 0, head_kv_) + chunk * 8;
-    const int cols = (kValues ? params_.headdim_v : params_.headdim) - chunk * 8;
+    const KV* const source = rows_of<const KV>(operand, 0, 0, head_kv_) + chunk * kElements;
+    const int cols = (kValues ? params_.headdim_v : params_.headdim) - chunk * kElements;
 #pragma unroll
     for (int pass = 0; pass < kBlockN; pass += 32 / kLanes) {
-      const T* const row_source =
+      const KV* const row_source =
           source + __shfl_sync(0xffffffff, offset, first_lane_ + row + pass);
       const uint32_t target = slot + Layout::offset(row + pass, chunk);
       const bool valid_row = key_ + row + pass < end_;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        const int col = group * kLanes * 8;
-        ptx::cp_async_16_zfill(target + col * 2, row_source + col, valid_row && col < cols);
+        const int col = group * kLanes * kElements;
+        ptx::cp_async_16_zfill(target + group * kLanes * 16, row_source + col,
+                               valid_row && col < cols);
       }
     }
   }

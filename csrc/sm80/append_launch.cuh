@@ -5,7 +5,7 @@
 
 namespace flash::sm80 {
 
-template <typename T, typename Out, int, int, FeatureSet>
-using AppendRow = tokens::AppendRow<T, Out, false>;
+template <typename T, typename KV, typename Out, int, int, FeatureSet>
+using AppendRow = tokens::AppendRow<T, KV, Out, false>;
 
 }  // namespace flash::sm80

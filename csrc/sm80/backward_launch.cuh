@@ -111,9 +111,9 @@ void launch_backward(BackwardParams params, cudaStream_t stream) {
   }
 }
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct BackwardRow {
-  static_assert(std::is_same_v<T, Out>);
+  static_assert(std::is_same_v<T, KV> && std::is_same_v<T, Out>);
   using Params = BackwardParams;
   static constexpr uint32_t kTakes =
       features_of(kFeatures) | (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);

@@ -5,7 +5,7 @@
 
 namespace flash::sm80 {
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
-using DecodeRow = decode::DecodeRow<T, Out, kHeadDim, kHeadDimV, kFeatures, false>;
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+using DecodeRow = decode::DecodeRow<T, KV, Out, kHeadDim, kHeadDimV, kFeatures, false>;
 
 }  // namespace flash::sm80

@@ -47,9 +47,9 @@ void launch_forward(ForwardParams params, cudaStream_t stream) {
   }
 }
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct ForwardRow {
-  static_assert(std::is_same_v<T, Out>);
+  static_assert(std::is_same_v<T, KV> && std::is_same_v<T, Out>);
   using Params = ForwardParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) | kCacheSlots |
                                      (kFeatures == FeatureSet::kFull ? kAnyAlignment | kPages : 0);

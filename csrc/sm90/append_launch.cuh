@@ -5,7 +5,7 @@
 
 namespace flash::sm90 {
 
-template <typename T, typename Out, int, int, FeatureSet>
-using AppendRow = tokens::AppendRow<T, Out, true>;
+template <typename T, typename KV, typename Out, int, int, FeatureSet>
+using AppendRow = tokens::AppendRow<T, KV, Out, true>;
 
 }  // namespace flash::sm90

@@ -182,12 +182,12 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   };
 }
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct BackwardRow {
   using Config =
       std::conditional_t<(kHeadDim > 128), WideBackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>,
                          BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>;
-  static_assert(std::is_same_v<T, Out>);
+  static_assert(std::is_same_v<T, KV> && std::is_same_v<T, Out>);
   using Params = BackwardParams;
   static constexpr uint32_t kTakes = features_of(kFeatures);
   static constexpr int kTiles = 1;

@@ -5,7 +5,7 @@
 
 namespace flash::sm90 {
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
-using DecodeRow = decode::DecodeRow<T, Out, kHeadDim, kHeadDimV, kFeatures, true>;
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+using DecodeRow = decode::DecodeRow<T, KV, Out, kHeadDim, kHeadDimV, kFeatures, true>;
 
 }  // namespace flash::sm90

@@ -147,8 +147,9 @@ ForwardLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   };
 }
 
-template <typename T, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct ForwardRow {
+  static_assert(std::is_same_v<T, KV>);
   using Params = ForwardParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) | kPages | kCacheSlots;
   static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV, kFeatures);

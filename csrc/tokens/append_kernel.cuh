@@ -1,6 +1,10 @@
-// Writes new keys and values to a cache, keys rotated; rotates queries; counts the keys.
+// Writes new keys and values to a cache, keys rotated, in e4m3 if it is; rotates queries; counts
+// the keys.
 #pragma once
 
+#include <type_traits>
+
+#include "common/e4m3.h"
 #include "common/sequence.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
@@ -28,8 +32,9 @@ __device__ inline int64_t cache_offset(const AppendParams& params, const Operand
 }
 
 // Grid: (tokens of a sequence, sequences, Moved).
+// T, KV: the types of what is new and of the cache.
 // kOverlaps: launched so that it starts while the kernel before is ending, and lets the next one.
-template <typename T, typename Table, int kPairs, bool kOverlaps>
+template <typename T, typename KV, typename Table, int kPairs, bool kOverlaps>
 __global__ void __launch_bounds__(kTokenThreads, 4)
     append_kernel(const __grid_constant__ AppendParams params, const TokenBlock block) {
   if constexpr (kOverlaps) {
@@ -40,11 +45,12 @@ __global__ void __launch_bounds__(kTokenThreads, 4)
   const TokenThread thread(block);
   const Moved moved{blockIdx.z};
   const int row = blockIdx.x * block.tokens + thread.token;
-  const auto move = [&](const Operand& source, int batch, T* target, int64_t target_stride,
-                        int nheads, int headdim, const TokenAngles<Table>& angles) {
+  const auto move = [&](const Operand& source, int batch, auto* target, int64_t target_stride,
+                        int nheads, int headdim, const TokenAngles<Table>& angles,
+                        auto descale_of_head) {
     move_token<kPairs>(rows_of<const T>(source, batch, row, 0), source.head_stride, target,
                        target_stride, nheads, headdim, angles, params.rotation.pairs,
-                       params.rotation.interleaved, block, thread);
+                       params.rotation.interleaved, block, thread, descale_of_head);
   };
   for (int batch = blockIdx.y; batch < params.batch; batch += gridDim.y) {
     const int used = params.seqused_k[batch];
@@ -52,7 +58,8 @@ __global__ void __launch_bounds__(kTokenThreads, 4)
       if (row >= params.seqlen_q) continue;
       const TokenAngles<Table> angles(params.rotation, params.masked ? row : 0, max(used, 0));
       move(params.q, batch, rows_of<T>(params.rotated_q, batch, row, 0),
-           params.rotated_q.head_stride, params.nheads, params.headdim, angles);
+           params.rotated_q.head_stride, params.nheads, params.headdim, angles,
+           [](int) { return 1.f; });
       continue;
     }
     const bool keys = moved == Moved::kKeys;
@@ -65,8 +72,12 @@ __global__ void __launch_bounds__(kTokenThreads, 4)
     if (offset < 0) continue;
     TokenAngles<Table> angles(params.rotation, row, used);
     if (!keys) angles.cos = nullptr;
-    move(keys ? params.k_new : params.v_new, batch, static_cast<T*>(cache.data) + offset,
-         cache.head_stride, params.nheads_kv, keys ? params.headdim : params.headdim_v, angles);
+    move(keys ? params.k_new : params.v_new, batch, static_cast<KV*>(cache.data) + offset,
+         cache.head_stride, params.nheads_kv, keys ? params.headdim : params.headdim_v, angles,
+         [&](int head) {
+           if constexpr (std::is_same_v<T, KV>) return 1.f;
+           return descale_of(keys ? params.k_descale : params.v_descale, batch, head);
+         });
   }
 }
 

@@ -12,7 +12,7 @@
 
 namespace flash::tokens {
 
-template <typename T, typename Table, int kPairs, bool kOverlaps>
+template <typename T, typename KV, typename Table, int kPairs, bool kOverlaps>
 void launch_append(const AppendParams& params, cudaStream_t stream) {
   const bool rotates = params.rotated_q.data != nullptr;
   const int tokens = std::max(params.seqlen_new, rotates ? params.seqlen_q : 0);
@@ -20,11 +20,11 @@ void launch_append(const AppendParams& params, cudaStream_t stream) {
                          rotates ? params.nheads : params.nheads_kv, kPairs);
   const dim3 grid((tokens + block.tokens - 1) / block.tokens, std::min(params.batch, kMaxGrid),
                   rotates ? 3 : 2);
-  launch_tokens<kOverlaps>(append_kernel<T, Table, kPairs, kOverlaps>, grid, block, stream,
+  launch_tokens<kOverlaps>(append_kernel<T, KV, Table, kPairs, kOverlaps>, grid, block, stream,
                            "launch of the append kernel", params);
 }
 
-template <typename T, typename Out, bool kOverlaps>
+template <typename T, typename KV, typename Out, bool kOverlaps>
 struct AppendRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = AppendParams;
@@ -33,7 +33,7 @@ struct AppendRow {
 
   static auto prepare(Params& params, Workspaces&) {
     return for_tokens<T>(params.rotation, params.aligned, [](auto table, auto pairs) {
-      return launch_append<T, typename decltype(table)::type, pairs(), kOverlaps>;
+      return launch_append<T, KV, typename decltype(table)::type, pairs(), kOverlaps>;
     });
   }
 };

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -96,15 +97,36 @@ struct TokenThread {
         token(threadIdx.x / (block.x * block.y)) {}
 };
 
+// Writes channels as they are.
+template <typename T, int kChannels>
+__device__ void put(T* target, const Channels<T, kChannels>& source, float) {
+  *reinterpret_cast<Channels<T, kChannels>*>(target) = source;
+}
+
+// Divides them and rounds to nearest, at most +-448; NaN stays NaN.
+template <typename T, int kChannels>
+__device__ void put(__nv_fp8_e4m3* target, const Channels<T, kChannels>& source, float descale) {
+  Channels<__nv_fp8_e4m3, kChannels> rounded;
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) {
+    rounded.x[i] = __nv_fp8_e4m3(__fdiv_rn(static_cast<float>(source.x[i]), descale));
+  }
+  *reinterpret_cast<Channels<__nv_fp8_e4m3, kChannels>*>(target) = rounded;
+}
+
 // Moves the heads of one token. A thread reads its angles once for kTokenHeads heads.
 // source, target: (nheads, headdim), head_strides apart; may be the same
-template <int kPairs, typename T, typename Table>
-__device__ void move_token(const T* source, int64_t source_stride, T* target, int64_t target_stride,
-                           int nheads, int headdim, const TokenAngles<Table>& angles, int pairs,
-                           bool interleaved, const TokenBlock& block, const TokenThread& thread) {
+// descale_of(head): what the numbers in the target, if they are e4m3, are to be multiplied by
+template <int kPairs, typename T, typename Target, typename Table, typename DescaleOf>
+__device__ void move_token(const T* source, int64_t source_stride, Target* target,
+                           int64_t target_stride, int nheads, int headdim,
+                           const TokenAngles<Table>& angles, int pairs, bool interleaved,
+                           const TokenBlock& block, const TokenThread& thread,
+                           DescaleOf descale_of) {
+  const bool in_place = static_cast<const void*>(source) == target;
   const int rotated_units = angles.cos == nullptr ? 0 : pairs / kPairs;
   const int first_copied = rotated_units * 2 * kPairs;
-  const int units = rotated_units + (source == target ? 0 : (headdim - first_copied) / kPairs);
+  const int units = rotated_units + (in_place ? 0 : (headdim - first_copied) / kPairs);
   for (int unit = thread.x; unit < units; unit += block.x) {
     const bool rotated = unit < rotated_units;
     const int first = !rotated      ? first_copied + (unit - rotated_units) * kPairs
@@ -138,12 +160,13 @@ __device__ void move_token(const T* source, int64_t source_stride, T* target, in
       for (int i = 0; i < kTokenHeads; ++i) {
         const int head = begin + i * block.y;
         if (head >= nheads) continue;
-        T* const to = target + head * target_stride;
+        Target* const to = target + head * target_stride;
+        const float descale = descale_of(head);
         if (rotated) {
           rotate(a[i], b[i], cos, sin, interleaved);
-          *reinterpret_cast<Some*>(to + second) = b[i];
+          put(to + second, b[i], descale);
         }
-        *reinterpret_cast<Some*>(to + first) = a[i];
+        put(to + first, a[i], descale);
       }
     }
   }

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kTokenThreads)
     move_token<kPairs>(rows_of<const T>(params.x, batch, row, 0), params.x.head_stride,
                        rows_of<T>(params.out, batch, row, 0), params.out.head_stride, params.nheads,
                        params.headdim, angles, params.rotation.pairs, params.rotation.interleaved,
-                       block, thread);
+                       block, thread, [](int) { return 1.f; });
   }
 }
 

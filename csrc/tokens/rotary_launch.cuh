@@ -22,9 +22,9 @@ void launch_rotary(const RotaryParams& params, cudaStream_t stream) {
                            "launch of the rotary kernel", params);
 }
 
-template <typename T, typename Out, bool kOverlaps>
+template <typename T, typename KV, typename Out, bool kOverlaps>
 struct RotaryRow {
-  static_assert(std::is_same_v<T, Out>);
+  static_assert(std::is_same_v<T, KV> && std::is_same_v<T, Out>);
   using Params = RotaryParams;
   static constexpr uint32_t kTakes = kAnyAlignment;
   static constexpr int kTiles = 1;

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flash_attn._arguments import Attention, CacheAppend
+from flash_attn._arguments import FP8, Attention, CacheAppend
 from flash_attn._backends import tiled
 
 
@@ -20,7 +20,8 @@ class Kernel(NamedTuple):
 
     operation: str
     backend: str
-    dtype: str  # of q, k and v
+    dtype: str  # of q
+    kv_dtype: str  # of k and v
     out_dtype: str
     headdim: int  # the largest that it takes, of q and k
     headdim_v: int  # and of v
@@ -32,7 +33,7 @@ class Kernel(NamedTuple):
 try:
     import flash_attn._C as _C
 
-    _KERNELS = tuple(Kernel(*row[:7], frozenset(row[7]), *row[8:]) for row in _C.kernels())
+    _KERNELS = tuple(Kernel(*row[:8], frozenset(row[8]), *row[9:]) for row in _C.kernels())
     call_key = _C.call_key
 except ModuleNotFoundError as error:  # not built; an extension that is there but broken is an error
     if error.name != "flash_attn._C":
@@ -46,7 +47,7 @@ except ModuleNotFoundError as error:  # not built; an extension that is there bu
 
 # Tensors of (..., heads, headdim) beside q, k and v.
 _OPERANDS = {"out", "dout", "dq", "dk", "dv"}
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "e4m3"}
 _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 
 # Rows, pairs of a query and a head of the group that reads the same keys, of a tile of the decode
@@ -130,13 +131,15 @@ def unsupported(problem: Attention, backend: str, operation: str) -> str | None:
 
     ``operation`` is "forward" or "backward".
     """
+    if problem.is_quantised:  # whatever the number of its queries
+        operation = "decode"
     found = _kernel(problem, backend, operation, _are_aligned(problem))
     return found if isinstance(found, str) else None
 
 
 def _kernel(problem: Attention, backend: str, operation: str, aligned: bool) -> int | str:
     """The place of the smallest kernel that takes the problem, or why there is none."""
-    dtypes = problem.q.dtype, problem.out_dtype
+    dtypes = problem.q.dtype, problem.k.dtype, problem.out_dtype
     headdims = problem.headdim, problem.headdim_v
     features = problem.features if aligned else problem.features | {"any_alignment"}
     return _smallest_kernel(backend, operation, dtypes, headdims, features)
@@ -146,7 +149,7 @@ def _kernel(problem: Attention, backend: str, operation: str, aligned: bool) -> 
 def _smallest_kernel(
     backend: str,
     operation: str,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     headdims: tuple[int, int],
     features: frozenset[str],
 ) -> int | str:
@@ -155,14 +158,16 @@ def _smallest_kernel(
     large_enough = [
         (x, i)
         for x, i in built
-        if x[2:4] == names and x.headdim >= headdims[0] and x.headdim_v >= headdims[1]
+        if x[2:5] == names and x.headdim >= headdims[0] and x.headdim_v >= headdims[1]
     ]
     if not large_enough:
-        known = sorted({(x.dtype, x.headdim, x.headdim_v) for x, _ in built})
+        kinds = (x for x, _ in built if (x.kv_dtype == x.dtype) == (dtypes[0] == dtypes[1]))
+        known = sorted({(x.dtype, x.headdim, x.headdim_v) for x in kinds})
+        cache = "" if dtypes[0] == dtypes[1] else f" beside a cache of {dtypes[1]}"
         listed = ", ".join(f"{dtype} {most}/{most_v}" for dtype, most, most_v in known)
         return (
-            f"has no {operation} kernel for {dtypes[0]} and head dimensions {headdims[0]} of q and "
-            f"k, {headdims[1]} of v (this build takes up to {listed or 'none'})"
+            f"has no {operation} kernel for {dtypes[0]}{cache} and head dimensions {headdims[0]} "
+            f"of q and k, {headdims[1]} of v (this build takes up to {listed or 'none'})"
         )
     if fitting := [
         (x.headdim + x.headdim_v, len(x.takes), i) for x, i in large_enough if features <= x.takes
@@ -349,13 +354,14 @@ def forward(
     """
     if _is_empty(problem):
         return tiled.forward(problem, rng_state, return_probs, out)
-    if out is not None and backend == "sm90" and not _is_aligned(out):
+    if out is not None and not _is_aligned(out) and (backend == "sm90" or problem.is_quantised):
         result, lse, probs = forward(problem, rng_state, return_probs, backend=backend)
         return out.copy_(result), lse, probs
     q, s_aux = problem.q, problem.s_aux
     tensors = _tensors(problem, rng_state)
     tensors["s_aux"] = None if s_aux is None else s_aux.float().contiguous()
     tensors["block_table"] = _contiguous(problem.block_table)
+    tensors |= {"k_descale": problem.k_descale, "v_descale": problem.v_descale}
     if problem.block_table is not None and problem.cu_seqlens_k is not None:
         tensors |= {"cu_seqlens_k": None, "seqused_k": _lengths_in_pages(problem)}
     results = {}
@@ -420,7 +426,7 @@ def appends(problem: Attention, new: CacheAppend, backend: str) -> bool:
     """Whether the kernel appends this."""
     tensors = (problem.q, problem.k, problem.v, new.k, new.v)
     return (
-        _kernel_of_tokens("append", backend, problem.q) >= 0
+        _kernel_of_tokens("append", backend, problem.q, problem.k) >= 0
         and not any(x.numel() == 0 or x.stride(-1) != 1 for x in tensors)
         and (new.rotary_cos is None or new.rotary_cos.numel() > 0)
         and (problem.block_table is None or problem.block_table.numel() > 0)
@@ -441,6 +447,8 @@ def append(problem: Attention, new: CacheAppend, backend: str) -> tuple[Attentio
         "rotary_sin": _contiguous(new.rotary_sin),
         "cache_batch_idx": _contiguous(problem.cache_batch_idx),
         "block_table": _contiguous(problem.block_table),
+        "k_descale": problem.k_descale,
+        "v_descale": problem.v_descale,
     }
     results = {"lengths": torch.empty_like(used)}
     if new.rotary_cos is not None:
@@ -451,7 +459,8 @@ def append(problem: Attention, new: CacheAppend, backend: str) -> tuple[Attentio
         "masked": problem.window_left >= 0 or problem.window_right >= 0,
     }
     given = {name: x for name, x in tensors.items() if x is not None}
-    call = _C.prepare(_kernel_of_tokens("append", backend, q), {**given, **results}, numbers)
+    kernel = _kernel_of_tokens("append", backend, q, problem.k)
+    call = _C.prepare(kernel, {**given, **results}, numbers)
     prepared = Prepared(call, given, results, {})
     count_writes((problem.k, problem.v))
     prepared.run()
@@ -461,7 +470,7 @@ def append(problem: Attention, new: CacheAppend, backend: str) -> tuple[Attentio
 def rotates(x: Tensor, cos: Tensor, sin: Tensor, backend: str) -> bool:
     """Whether the kernel has this rotary embedding."""
     return (
-        _kernel_of_tokens("rotary", backend, x) >= 0
+        _kernel_of_tokens("rotary", backend, x, x) >= 0
         and x.stride(-1) == 1
         and x.numel() > 0
         and 0 not in x.stride()
@@ -502,7 +511,7 @@ def rotate(
         "offset": 0 if isinstance(offsets, Tensor) else offsets,
     }
     given = {name: x for name, x in tensors.items() if x is not None}
-    call = _C.prepare(_kernel_of_tokens("rotary", backend, x), {**given, **results}, numbers)
+    call = _C.prepare(_kernel_of_tokens("rotary", backend, x, x), {**given, **results}, numbers)
     prepared = Prepared(call, given, results, {})
     prepared.run()
     if remember is not None:
@@ -510,14 +519,16 @@ def rotate(
     return tuple(results.values())
 
 
-def _kernel_of_tokens(operation: str, backend: str, x: Tensor) -> int:
-    """The row of the kernel for tokens of this dtype, whatever their head dim; -1: none."""
-    wanted = operation, backend, _DTYPES.get(x.dtype)
-    return next((i for i, row in enumerate(_KERNELS) if row[:3] == wanted), -1)
+def _kernel_of_tokens(operation: str, backend: str, x: Tensor, cache: Tensor) -> int:
+    """The row of the kernel for tokens of these dtypes, whatever their head dim; -1: none."""
+    wanted = operation, backend, _DTYPES.get(x.dtype), _DTYPES.get(cache.dtype)
+    return next((i for i, row in enumerate(_KERNELS) if row[:4] == wanted), -1)
 
 
 def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:
     """Whether a decode kernel runs the forward. (A tile shape that is forced is the forward's.)"""
+    if problem.is_quantised:
+        return True
     forced = _settings["decode"]
     if forced is not None:
         return bool(forced)
@@ -682,7 +693,7 @@ def _fits(x: Tensor, backend: str) -> bool:
 def _are_aligned(problem: Attention) -> bool:
     """Whether q, k and v can be moved 16 bytes at a time."""
     return (
-        (problem.headdim | problem.headdim_v) * problem.q.itemsize % 16 == 0
+        (problem.headdim | problem.headdim_v) * problem.k.itemsize % 16 == 0
         and _is_aligned(problem.q)
         and _is_aligned(problem.k)
         and _is_aligned(problem.v)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn._arguments import Attention, CacheAppend, dense
+from flash_attn._arguments import FP8, Attention, CacheAppend, dense
 from flash_attn._backends import cpu
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn._backends.rotation import rotate
@@ -104,7 +104,7 @@ def _attend_by_tiles(
         row_max, row_sum = _initial_statistics(a, q)
         acc = q.new_zeros(*q.shape[:-1], a.headdim_v)
         for cols in _visible_blocks(a, queries, keys, rows):
-            k, v = keys.read(a.k, cols), keys.read(a.v, cols)
+            k, v = keys.read(a.k, cols, a.k_descale), keys.read(a.v, cols, a.v_descale)
             scores = _scores(a, queries, keys, q, k, rows, cols).masked
             new_max = torch.maximum(row_max, scores.detach().amax(-1, keepdim=True))
             finite_max = _finite(new_max)  # no visible key yet
@@ -261,8 +261,8 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
         k = _rotate_at(new, k, storage_row.clamp(min=0))
     writable = (new.cache_seqlens[:, None] >= 0) & cache.holds(storage_row)
     index = cache.locate(storage_row)
-    _write_rows(a.k, index, k, writable)
-    _write_rows(a.v, index, new.v, writable)
+    _write_rows(a.k, index, k, writable, a.k_descale)
+    _write_rows(a.v, index, new.v, writable, a.v_descale)
     return a._replace(q=q)
 
 
@@ -285,9 +285,10 @@ def _goes_by_sequence(a: Attention) -> bool:
     """Whether to visit sequences one by one, each without padding and without a copy of its keys.
 
     The lengths must be known to the host, which they are on a CPU. Short sequences fill a tile
-    together. (The dropout mask counts the sequences of the batch, so they stay together.)
+    together. (The dropout mask counts the sequences of the batch, so they stay together; so do
+    those of a cache in FP8.)
     """
-    if a.q.device.type != "cpu" or a.drops:
+    if a.q.device.type != "cpu" or a.drops or a.is_quantised:
         return False
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
     if queries.whole and keys.whole:
@@ -458,23 +459,29 @@ class _Sequences:
         exists = row < self.length[:, None]
         return self.locate(row.expand(exists.shape)), exists
 
-    def read(self, tensor: Tensor, block: range) -> Tensor:
+    def read(self, tensor: Tensor, block: range, descale: Tensor | None = None) -> Tensor:
         """Return a block as (batch, heads, n, dim) in the precision of the arithmetic.
 
         Rows that do not exist are zero: whatever memory holds there (0 * NaN is NaN) must not take
-        part.
+        part. The others are multiplied by ``descale`` (batch, heads).
         """
         index, exists = self.rows(block)
+        is_fp8 = tensor.dtype == FP8
+        if is_fp8:  # PyTorch moves bytes everywhere
+            tensor = tensor.view(torch.uint8)
         if self.contiguous:
             tile = tensor[:, block.start : block.stop]
         elif tensor.dim() == 4:
             tile = tensor[index // self.seqlen, index % self.seqlen]
         else:
             tile = tensor[index]
+        if is_fp8:
+            tile = tile.view(FP8).float()
         if not self.whole:
             tile = tile.masked_fill(~exists[:, :, None, None], 0.0)
         tile = tile.transpose(1, 2)
-        return tile if tile.dtype == torch.float64 else tile.float()
+        tile = tile if tile.dtype == torch.float64 else tile.float()
+        return tile if descale is None else tile * descale[:, :, None, None]
 
 
 class _RowBuffer:
@@ -517,12 +524,23 @@ class _RowBuffer:
             self._buffer[self._index(block)] += tile.transpose(1, 2)
 
 
-def _write_rows(cache: Tensor, index: Tensor, rows: Tensor, writable: Tensor) -> None:
+def _quantised(x: Tensor, descale: Tensor | None) -> Tensor:
+    """(batch, seqlen, heads, dim) / descale, (batch, heads), to the nearest numbers of FP8."""
+    x = x.float() if descale is None else x.float() / descale[:, None, :, None]
+    most = torch.finfo(FP8).max  # beyond it PyTorch's conversion gives NaN
+    return x.clamp(-most, most).to(FP8)
+
+
+def _write_rows(
+    cache: Tensor, index: Tensor, rows: Tensor, writable: Tensor, descale: Tensor | None
+) -> None:
     """Set ``cache`` (flat row ``index``) to ``rows`` where ``writable``, known to the device only.
 
     A row that must not be written repeats the write of the first one that may, so that no two
     writes to one place differ; if there is none, it writes back what the cache holds.
     """
+    if cache.dtype == FP8:  # PyTorch moves bytes everywhere
+        cache, rows = cache.view(torch.uint8), _quantised(rows, descale).view(torch.uint8)
     seqlen = cache.shape[1]
     index, writable, rows = index.flatten(), writable.flatten(), rows.flatten(0, 1)
     first = writable.int().argmax(dim=0, keepdim=True)

@@ -1,0 +1,222 @@
+// Products of a warp on keys and values in e4m3 (decode/e4m3_matmul.h), compiled for the host: 32
+// threads are the lanes, and ldmatrix and mma are as PTX defines them. Whole numbers leave no
+// rounding, so the results are exact.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+thread_local int lane;
+struct {
+  operator int() const { return lane; }
+} const this_lane;
+struct {
+  decltype(this_lane)& x;
+} const threadIdx{this_lane};
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return result;
+}
+
+#include "decode/e4m3_matmul.h"
+
+using namespace flash;
+
+alignas(128) unsigned char shared_memory[64 * 1024];
+
+// All lanes meet here.
+void meet() {
+  static std::mutex mutex;
+  static std::condition_variable all;
+  static int waiting = 0, round = 0;
+  std::unique_lock lock(mutex);
+  const int mine = round;
+  if (++waiting == 32) {
+    waiting = 0, ++round;
+    all.notify_all();
+  } else {
+    all.wait(lock, [&] { return round != mine; });
+  }
+}
+
+namespace flash::ptx {
+
+void ldmatrix(uint32_t (&x)[4], uint32_t address, bool transposed) {
+  static uint32_t addresses[32];
+  addresses[lane] = address;
+  meet();
+  for (int i = 0; i < 4; ++i) {
+    unsigned banks = 0;
+    for (int row = 0; row < 8; ++row) banks |= 1u << addresses[8 * i + row] / 16 % 8;
+    if (banks != 255) {
+      std::printf("8 rows share banks of shared memory\n");
+      std::exit(1);
+    }
+    for (int j = 0; j < 2; ++j) {
+      const int row = transposed ? lane % 4 * 2 + j : lane / 4;
+      const int col = transposed ? lane / 4 : lane % 4 * 2 + j;
+      std::memcpy(reinterpret_cast<char*>(&x[i]) + 2 * j,
+                  shared_memory + addresses[8 * i + row] + 2 * col, 2);
+    }
+  }
+  meet();
+}
+void ldmatrix_x4(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, false); }
+void ldmatrix_x4_trans(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, true); }
+
+template <typename T>
+void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static float all_a[16][16], all_b[16][8];
+  const int g = lane / 4, t = lane % 4;
+  for (int j = 0; j < 2; ++j) {
+    const auto number = [&](uint32_t pair) {
+      T x;
+      std::memcpy(&x, reinterpret_cast<char*>(&pair) + 2 * j, 2);
+      return static_cast<float>(x);
+    };
+    for (int i = 0; i < 4; ++i) all_a[g + i % 2 * 8][2 * t + i / 2 * 8 + j] = number(a[i]);
+    all_b[2 * t + j][g] = number(b0), all_b[2 * t + 8 + j][g] = number(b1);
+  }
+  meet();
+  for (int i = 0; i < 4; ++i) {
+    for (int k = 0; k < 16; ++k) c[i] += all_a[g + i / 2 * 8][k] * all_b[k][2 * t + i % 2];
+  }
+  meet();
+}
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+  mma<__half>(c, a, b0, b1);
+}
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16) {
+  mma<__nv_bfloat16>(c, a, b0, b1);
+}
+
+}  // namespace flash::ptx
+
+std::mt19937 engine(1);
+
+float number_of(unsigned char code) {
+  __nv_fp8_e4m3 x;
+  x.__x = code;
+  return static_cast<float>(x);
+}
+
+bool failed = false;
+void compare(const char* what, float found, float expected) {
+  if (found == expected) return;
+  if (!failed) std::printf("%s: %g, not %g\n", what, found, expected);
+  failed = true;
+}
+
+// Of 16 rows and 32 keys: q holds whole numbers, K and V one of the codes.
+template <typename T, int kHeadDim>
+void check() {
+  constexpr int kRows = 16, kKeys = 32;
+  using QueryLayout = TileLayout<kHeadDim>;
+  using Bytes = decode::ByteLayout<kHeadDim>;
+  const uint32_t k_tile = kRows * kHeadDim * 2, v_tile = k_tile + kKeys * kHeadDim;
+  std::vector<float> q(kRows * kHeadDim), k(kKeys * kHeadDim), v(kKeys * kHeadDim),
+      p(kRows * kKeys);
+  for (float& x : q) x = static_cast<int>(engine() % 9) - 4;
+  for (float& x : p) x = engine() % 5;
+  for (int row = 0; row < kRows; ++row) {
+    for (int col = 0; col < kHeadDim; ++col) {
+      const T x = static_cast<T>(q[row * kHeadDim + col]);
+      std::memcpy(shared_memory + QueryLayout::offset(row, col / 8) + col % 8 * 2, &x, 2);
+    }
+  }
+  for (int key = 0; key < kKeys; ++key) {
+    for (int col = 0; col < kHeadDim; ++col) {
+      const unsigned char codes[2] = {static_cast<unsigned char>(48 + engine() % 16),
+                                      static_cast<unsigned char>(184 + engine() % 16)};
+      const uint32_t place = Bytes::offset(key, col / 16) + col % 16;
+      shared_memory[k_tile + place] = codes[engine() % 2];
+      shared_memory[v_tile + place] = codes[engine() % 2];
+      k[key * kHeadDim + col] = number_of(shared_memory[k_tile + place]);
+      v[key * kHeadDim + col] = number_of(shared_memory[v_tile + place]);
+    }
+  }
+  std::vector<std::thread> lanes;
+  for (int i = 0; i < 32; ++i) {
+    lanes.emplace_back([&, i] {
+      lane = i;
+      const int g = i / 4, t = i % 4;
+      decode::order_queries<32, kRows, kHeadDim>(shared_memory);
+      meet();
+      float scores[1][kKeys / 8][4], out[1][kHeadDim / 8][4] = {};
+      decode::compute_e4m3_scores<T, kHeadDim>(scores, 0, k_tile, i);
+      for (int n = 0; n < kKeys / 8; ++n) {
+        for (int j = 0; j < 4; ++j) {
+          const int row = g + j / 2 * 8, key = n * 8 + t * 2 + j % 2;
+          float expected = 0;
+          for (int d = 0; d < kHeadDim; ++d)
+            expected += q[row * kHeadDim + d] * k[key * kHeadDim + d];
+          compare("S", scores[0][n][j] * kE4m3Unit, expected);
+        }
+      }
+      const uint32_t values = v_tile + Bytes::by_columns(i);
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t operand[1][4];
+        for (int j = 0; j < 4; ++j) {
+          const float* const x = &p[(g + j % 2 * 8) * kKeys + n * 16 + j / 2 * 8 + t * 2];
+          const __half pair[2] = {__half(x[0]), __half(x[1])};
+          std::memcpy(&operand[0][j], pair, 4);
+        }
+        decode::multiply_by_e4m3_values<kHeadDim>(out, operand, values, n);
+      }
+      for (int n = 0; n < kHeadDim / 8; n += 2) {
+        for (int r = 0; r < 2; ++r) {
+          const float4 columns = decode::columns_of(out[0][n], out[0][n + 1], r);
+          const float four[4] = {columns.x, columns.y, columns.z, columns.w};
+          for (int c = 0; c < 4; ++c) {
+            float expected = 0;
+            for (int key = 0; key < kKeys; ++key) {
+              expected += p[(g + r * 8) * kKeys + key] * v[key * kHeadDim + n * 8 + t * 4 + c];
+            }
+            compare("O", four[c] * kE4m3Unit, expected);
+          }
+        }
+      }
+    });
+  }
+  for (std::thread& each : lanes) each.join();
+}
+
+template <typename T>
+void check_codes() {
+  for (unsigned code = 0; code < 256; ++code) {
+    const uint32_t bytes = code | (255 - code) << 8 | code << 16 | (255 - code) << 24;
+    const uint32_t pairs[2] = {widen_even<T>(bytes), widen_odd<T>(bytes)};
+    for (int i = 0; i < 2; ++i) {
+      T x[2];
+      std::memcpy(x, &pairs[i], 4);
+      const unsigned char given = i ? 255 - code : code;
+      const bool is_nan = given % 128 == 127;
+      const float expected = is_nan ? (given < 128 ? 480.f : -480.f) : number_of(given);
+      for (T half : x) compare("number", static_cast<float>(half) * kE4m3Unit, expected);
+    }
+  }
+}
+
+int main() {
+  check_codes<__half>();
+  check_codes<__nv_bfloat16>();
+  check<__half, 32>(), check<__nv_bfloat16, 32>();
+  check<__half, 64>(), check<__nv_bfloat16, 64>();
+  check<__half, 96>(), check<__nv_bfloat16, 96>();
+  check<__half, 128>(), check<__nv_bfloat16, 128>();
+  check<__half, 192>(), check<__nv_bfloat16, 192>();
+  check<__half, 256>(), check<__nv_bfloat16, 256>();
+  return failed;
+}
