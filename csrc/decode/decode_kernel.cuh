@@ -400,8 +400,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   if constexpr (Config::kHopper) ptx::cluster_wait();  // others have read this shared memory
 }
 
-// Grid: (nheads_kv * row_tiles, splits, batch), see launch_decode. params.window_left and
-// window_right are bounded_window's.
+// Grid: (nheads_kv * row_tiles, parts, sequences of the launch), in clusters of parts: see
+// prepare_kernel. params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     decode_kernel(const __grid_constant__ ForwardParams params,
