@@ -140,12 +140,18 @@ struct ForwardParams : AttentionParams {
   float *partial_out, *partial_rows;
   // (kKeptZero): count the parts of a tile that are done. In the forward the first hands out tiles.
   int* counters;
+
+  // Of the operation "decode", where the stream's kernel before it appends to the cache: how many
+  // rows, and each sequence's rows in use before, of which seqused_k has those after. Null: none.
+  const int* seqused_before;  // (batch)
+  int seqlen_new;
 };
 
 template <typename Visit>
 void visit_numbers(ForwardParams& params, Visit visit) {
   visit_numbers(static_cast<AttentionParams&>(params), visit);
   visit("num_splits", params.num_splits);
+  visit("seqlen_new", params.seqlen_new);
 }
 
 struct BackwardParams : AttentionParams {

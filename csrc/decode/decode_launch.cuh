@@ -104,7 +104,8 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   const bool alone = plan.cluster > 1 && blocks <= slots_of<Config>(plan.cluster, true);
   const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
   const float scale_log2 = scale_log2_of(params);
-  return [=](const ForwardParams& bound, cudaStream_t stream) {
+  return [=](ForwardParams bound, cudaStream_t stream) {
+    if (bound.seqused_before != nullptr) bound.seqused_k = bound.seqused_before;
     DecodeSchedule part = schedule;
     for (; part.first_batch < bound.batch; part.first_batch += most_batch) {
       const dim3 grid(heads, plan.cluster * plan.clusters,

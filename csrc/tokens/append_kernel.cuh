@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kTokenThreads, 4)
     }
     const bool keys = moved == Moved::kKeys;
     if (keys && row == 0 && thread.x == 0 && thread.y == 0) {
-      params.lengths[batch] = used < 0 ? used : static_cast<unsigned>(used) + params.seqlen_new;
+      params.lengths[batch] = rows_after_append(used, params.seqlen_new);
     }
     if (row >= params.seqlen_new || used < 0 || used >= params.seqlen_k - row) continue;
     const Operand& cache = keys ? params.k : params.v;

@@ -370,7 +370,10 @@ def forward(
     else:
         tensors["out"] = out
     results["lse"] = lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
-    operation = "decode" if _decodes(problem, backend, _is_aligned(out)) else "forward"
+    operation = "forward"
+    if _decodes(problem, backend, _is_aligned(out)):
+        operation = "decode"
+        tensors["seqused_before"] = problem.seqused_before
     prepared = _prepare(problem, operation, backend, tensors, results)
     prepared.run()
     if return_probs:
@@ -464,7 +467,13 @@ def append(problem: Attention, new: CacheAppend, backend: str) -> tuple[Attentio
     prepared = Prepared(call, given, results, {})
     count_writes((problem.k, problem.v))
     prepared.run()
-    return problem._replace(q=results.get("rotated_q", q), seqused_k=results["lengths"]), prepared
+    problem = problem._replace(
+        q=results.get("rotated_q", q),
+        seqused_k=results["lengths"],
+        seqused_before=used,
+        seqlen_new=new.k.shape[1],
+    )
+    return problem, prepared
 
 
 def rotates(x: Tensor, cos: Tensor, sin: Tensor, backend: str) -> bool:
@@ -602,6 +611,7 @@ def _prepare(
         "window_right": min(problem.window_right, max_seqlen_q),
         **{name: _settings[name] for name in ("shared_memory", "tile", "num_splits")},
     }
+    numbers["seqlen_new"] = problem.seqlen_new if operation == "decode" else 0
     if operation == "decode" and not numbers["num_splits"]:
         numbers["num_splits"] = min(problem.num_splits, 2**16)  # more than any kernel takes
     call = _C.prepare(kernel, {**given, **results}, numbers)
