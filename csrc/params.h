@@ -142,7 +142,7 @@ struct ForwardParams : AttentionParams {
   int* counters;
 
   // Of the operation "decode", where the stream's kernel before it appends to the cache: how many
-  // rows, and each sequence's rows in use before, of which seqused_k has those after. Null: none.
+  // rows, and what seqused_k was before. Null: there is none.
   const int* seqused_before;  // (batch)
   int seqlen_new;
 };
@@ -207,6 +207,10 @@ struct RotaryParams : CallParams {
   const int* offsets;     // (batch): position of the first token of each sequence, or null: offset
   int offset;
 };
+
+// An append lets the attention start early for at most so many sequences: the attention's thread
+// blocks should find all SMs alike, unless all of this is short.
+constexpr int kFewSequences = 4;
 
 // New keys and values are written to a cache, and the queries rotated, before a forward.
 struct AppendParams : CallParams {

@@ -54,6 +54,12 @@ struct DecodeSchedule {
   int first_batch;             // of the launch
 };
 
+// Whether the kernel starts while an append is running, whose predecessors have ended.
+template <typename Config>
+__device__ bool follows_append(const ForwardParams& params) {
+  return Config::kHopper && params.seqlen_new > 0;
+}
+
 // The rows of one tile of a sequence.
 struct TileRows {
   int first, rows;  // of the pairs of a query and a head, heads fastest
@@ -235,22 +241,29 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   const auto slot_at = [ring](int i) { return ring + i * Config::kSlotBytes; };
   KeyLoader<Config> loader(params, sequence, batch, head_kv, schedule.page_shift, warp_begin,
                            part_end, lane);
-  const bool follows_append = Config::kHopper && params.seqlen_new > 0;
-  const int old_keys = sequence.seqlen_k - params.seqlen_new;
-#pragma unroll 1
-  for (int i = 0; i < kSlots; i += 2) {
-    const int end_key = warp_begin + i / 2 * kStepKeys + kBlockN;
-    if (follows_append && end_key > old_keys) ptx::wait_for_earlier_kernels();
+  const auto load_block = [&](int i) {
     loader.template load<false>(slot_at(i));
-    if (i == 0 && !follows_append) load_queries<Config>(params, sequence, tile, q);
     if (i + 1 < kSlots) loader.template load<true>(slot_at(i + 1));
-  }
-  if (follows_append) {
+  };
+  if (follows_append<Config>(params)) {
+    const int old_keys = sequence.seqlen_k - params.seqlen_new;
+#pragma unroll 1
+    for (int i = 0; i < kSlots; i += 2) {
+      const int end_key = warp_begin + i / 2 * kStepKeys + kBlockN;
+      if (end_key > old_keys) ptx::wait_for_earlier_kernels();
+      load_block(i);
+    }
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
     load_queries<Config>(params, sequence, tile, q);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
+  } else {
+    loader.template load<false>(slot_at(0));
+    load_queries<Config>(params, sequence, tile, q);
+    loader.template load<true>(slot_at(1));
+#pragma unroll 1
+    for (int i = 2; i < kSlots; i += 2) load_block(i);
   }
 
   // What Q K^T and P V are to be multiplied by.
@@ -419,7 +432,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  if (Config::kHopper && params.seqlen_new == 0) {
+  if (Config::kHopper && !follows_append<Config>(params)) {
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
   }
