@@ -76,9 +76,6 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     cu_seqlens_q: Tensor | None = None  # (batch + 1,) int32
     cu_seqlens_k: Tensor | None = None  # (batch + 1,) int32
     seqused_k: Tensor | None = None  # (batch,) int32: rows in use, from row 0 of the storage
-    # Of an append that the stream's last kernel makes: seqused_k of before, and how many rows.
-    seqused_before: Tensor | None = None
-    seqlen_new: int = 0
     leftpad_k: Tensor | None = None  # (batch,) int32: the first of them that is a key
     block_table: Tensor | None = None  # (batch, pages of a sequence) int32
     cache_batch_idx: Tensor | None = None  # (batch,) int32: which row of a dense k and v
@@ -88,6 +85,9 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     # (batch, nheads_kv) float32, of a cache in FP8: what its elements are multiplied by; None: 1
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    # Of an append that the stream's last kernel makes: seqused_k of before, and how many rows.
+    seqused_before: Tensor | None = None
+    seqlen_new: int = 0
 
     @property
     def is_quantised(self) -> bool:

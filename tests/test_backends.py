@@ -116,9 +116,7 @@ def test_caches_in_fp8(build, seqlen_q):
     rows = [row._replace(kv_dtype="e4m3") for row in ROWS if row.operation == "decode"]
     build([*ROWS, *rows], (9, 0))
     given = cache_in_fp8(80, seqlen_q, bf16)
-    assert _backends.choose(given) == "tiled"  # unless a backend is forced: see choose
-    with _backends.use_backend("sm90"):
-        assert _backends.choose(given) == "sm90" and cuda._decodes(given, "sm90", True)
+    assert _backends.choose(given) == "sm90" and cuda._decodes(given, "sm90", True)
     found = cuda._KERNELS[cuda._kernel(given, "sm90", "decode", True)]
     assert (found.dtype, found.kv_dtype, found.headdim) == ("bf16", "e4m3", 96)
     assert _backends.choose(cache_in_fp8(24, seqlen_q, bf16)) == "tiled"
