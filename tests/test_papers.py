@@ -182,6 +182,7 @@ open(options["--called"], "w").write(os.environ["CALLED"])
 
 
 def test_hbm_from_command_to_record(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         hbm.main(["--folder", str(tmp_path)])
     fake = tmp_path / "ncu"
