@@ -234,24 +234,22 @@ def test_tile_shapes_are_those_of_the_source(tmp_path):
 def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys):
     """One part runs, one fails, one needs a GPU; the second run repeats what is not done."""
     parts = {name: papers.PARTS[name] for name in ("memory", "hbm")}
-    parts["broken"] = replace(papers.PARTS["memory"], title="Broken", cpu="--seqlen nonsense")
-    parts["broken"] = replace(parts["broken"], older="broken")
+    parts["broken"] = replace(papers.PARTS["memory"], module="absent", older="absent")
     monkeypatch.setattr(papers, "PARTS", parts)
     arguments = ["--device", "cpu", "--folder", str(tmp_path), "--parts", *parts]
     assert papers.main(arguments) == 1
     printed = capsys.readouterr()
     assert "[....................] 0/3  memory: [##########..........] 1/2  128" in printed.err
-    assert re.search(r"broken +failed, exit status 2: .*invalid int value: 'nonsense'", printed.out)
+    assert re.search(r"broken +failed, exit status 1: .*No module named benchmarks.absent", printed.out)
     assert "hbm          left out, it needs a CUDA GPU" in printed.out
     text = (tmp_path / "papers.html").read_text()
-    assert "In the run of" in text and "this part failed. exit status 2" in text
+    assert "In the run of" in text and "this part failed. exit status 1" in text
     assert text.count("There is no record of this part") == 2
     assert f"Record papers-memory.json: 2 cases; device CPU, date {report.today()}" in text
     assert "python -m benchmarks.memory --dtype fp32 --seqlen 64 128" in text
 
     record = tmp_path / "papers-memory.json"
     written = record.stat().st_mtime_ns
-    parts["broken"] = replace(parts["broken"], cpu=parts["memory"].cpu)
     assert papers.main([*arguments, "--budget", "0.1"]) == 0
     printed = capsys.readouterr()
     assert "memory: done before" in printed.err and record.stat().st_mtime_ns == written
