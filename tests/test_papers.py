@@ -240,7 +240,9 @@ def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert papers.main(arguments) == 1
     printed = capsys.readouterr()
     assert "[....................] 0/3  memory: [##########..........] 1/2  128" in printed.err
-    assert re.search(r"broken +failed, exit status 1: .*No module named benchmarks.absent", printed.out)
+    assert re.search(
+        r"broken +failed, exit status 1: .*No module named benchmarks.absent", printed.out
+    )
     assert "hbm          left out, it needs a CUDA GPU" in printed.out
     text = (tmp_path / "papers.html").read_text()
     assert "In the run of" in text and "this part failed. exit status 1" in text
