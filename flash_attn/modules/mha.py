@@ -23,7 +23,6 @@ __all__ = [
     "CrossAttention",
     "FlashCrossAttention",
     "FlashSelfAttention",
-    "LinearResidual",
     "SelfAttention",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -258,14 +257,6 @@ def _attend(
     if hidden is not None:
         probs = probs.masked_fill(hidden, 0.0)
     return torch.einsum("bhts,bshd->bthd", layer.drop(probs), v)
-
-
-class LinearResidual(nn.Linear):
-    """A linear layer that returns its input as well."""
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return (y, input)."""
-        return super().forward(input), input
 
 
 def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor:
