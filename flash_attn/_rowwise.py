@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -62,7 +63,8 @@ def rowwise(function: Callable[..., Sums]) -> Callable[..., Sums]:
 
 @functools.cache
 def _has_compiler(device_type: str) -> bool:
-    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
+    disabled = os.environ.get("TORCH_COMPILE_DISABLE") == "1"  # PyTorch's own switch
+    return device_type == "cuda" and importlib.util.find_spec("triton") is not None and not disabled
 
 
 def _kind(x: Any) -> Any:
