@@ -7,6 +7,7 @@ last place of its largest element. (In float64, plain PyTorch is as far from exa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from flash_attn import _rowwise
 from flash_attn.ops import layer_norm, rms_norm
 from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn, rms_norm_fn
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 EPS = 1e-3
 SHAPE = 3, 5, 24
@@ -97,13 +97,18 @@ CASES: dict[str, dict[str, Any]] = {  # dtypes of x, weight, residual, x1, weigh
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize(
+    ("case", "rms", "p", "chunk", "device"),
+    [
+        *product(CASES, (False, True), (0.0, 0.3), (None, 4), ("cpu",)),
+        *(  # Each is compiled, for seconds.
+            pytest.param(*case, None, "cuda", marks=pytest.mark.gpu)
+            for case in product(["bf16", "residual float32", "two branches"], (False, True), (0.3,))
+        ),
+    ],
+)
 def test_results_and_gradients(
-    case: str, rms: bool, p: float, device: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+    case: str, rms: bool, p: float, chunk: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunk is not None:
         monkeypatch.setattr(_rowwise, "_chunk_size", lambda x: chunk)
