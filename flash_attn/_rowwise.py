@@ -83,7 +83,8 @@ def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """View or copy (..., n) as (rows, n)."""
+    """View or copy (..., n) as (rows, n); a number as (1, 1)."""
+    x = x if x.ndim else x[None]
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 

@@ -107,9 +107,11 @@ def test_swiglu_of_a_packed_projection() -> None:
     assert all(x.untyped_storage().data_ptr() == packed.data_ptr() for x in kept)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bias_gelu(dtype: torch.dtype) -> None:
-    y, bias = randn(8, 12, dtype=dtype), randn(12, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"), [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32)]
+)
+def test_bias_gelu(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    y, bias = randn(8, 12, dtype=dtype), randn(12, dtype=bias_dtype)
     y64, bias64 = exact(y), exact(bias)
     out, expected = activations.bias_gelu_impl(y, bias), gelu(y64 + bias64)
     assert_near(out, expected, dtype)
@@ -117,12 +119,20 @@ def test_bias_gelu(dtype: torch.dtype) -> None:
     out.backward(g)
     expected.backward(g.double())
     dy, dbias = activations.bias_gelu_back(g, y.detach(), bias.detach())
-    assert y64.grad is not None and bias64.grad is not None
-    for gradient, dexpected in ((y.grad, y64.grad), (dy, y64.grad), (dbias, bias64.grad)):
-        assert gradient is not None
-        assert_near(gradient, dexpected, dtype)
-    assert bias.grad is not None
-    assert_near(bias.grad, bias64.grad, dtype)
+    for gradients, x64 in (((y.grad, dy), y64.grad), ((bias.grad, dbias), bias64.grad)):
+        for gradient in gradients:
+            assert gradient is not None and x64 is not None
+            assert gradient.dtype == (dtype if x64.ndim == 2 else bias.dtype)
+            assert_near(gradient.to(dtype), x64, dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (0, 3), (3, 0)], ids=str)
+def test_swiglu_of_any_shape(shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    out = activations.swiglu(x, y)
+    torch.testing.assert_close(out, F.silu(x) * y)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
 
 
 def test_swiglu_of_unequal_shapes() -> None:

@@ -215,15 +215,30 @@ def test_given_memory_and_dtype() -> None:
     assert torch.equal(residual, x.float())
 
 
-@pytest.mark.parametrize("case", ["residual", "residual float32", "bf16"])
+def test_output_in_the_place_of_the_input() -> None:
+    x, w = torch.randn(3, 4), torch.randn(4, requires_grad=True)
+    results = []
+    for out in (None, x):
+        y = rms_norm_fn(x.requires_grad_(), w, None, out=out)
+        results.append([y.clone(), *torch.autograd.grad(y.square().sum(), [x, w])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(x, results[0][0])
+
+
+@pytest.mark.parametrize("case", ["residual", "residual float32", "bf16", "scales"])
 def test_what_is_kept_for_the_backward(case: str) -> None:
-    """The sum, once, in its dtype; nothing of x and of the residual."""
+    """The sum, once, in its dtype; of x and of the residual nothing, or x itself for a scale."""
     tensors = tensors_of("cpu", **CASES[case])
+    if tensors["rowscale"] is not None:
+        tensors["rowscale"].requires_grad_(False)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         _, total = layer_norm_fn(**tensors, prenorm=True)
-    large = [x for x in kept if x.numel() >= total.numel()]
-    assert len(large) == 1 and large[0].data_ptr() == total.data_ptr()
+    large = {x.data_ptr() for x in kept if x.numel() >= total.numel()}
+    x = tensors["x"]
+    assert x is not None
+    assert large == {total.data_ptr()} | ({x.data_ptr()} if case == "scales" else set())
 
 
 def test_module() -> None:

@@ -26,13 +26,13 @@ def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
     """GELU of ``y`` (..., dim) plus ``bias`` (dim,), in the dtype of ``y``."""
-    return gelu_fwd(y + bias).to(y.dtype)
+    return gelu_fwd(y + bias.to(y.dtype))
 
 
 def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`bias_gelu` in ``y``, which is (batch, dim), and ``bias``."""
-    grad = gelu_bwd(g, y + bias)
-    return grad.to(y.dtype), grad.sum(0, dtype=bias.dtype)
+    grad = gelu_bwd(g, y + bias.to(y.dtype))
+    return grad, grad.sum(0, dtype=bias.dtype)
 
 
 fast_gelu_impl = gelu_fwd

@@ -1,7 +1,7 @@
 """Layer and RMS normalisation of dropout(x) + dropout(x1) + residual.
 
 Sums and statistics of 16-bit tensors are float32. Between forward and backward the rounded sum and
-the dropout masks are kept, nothing else of that size.
+the dropout masks are kept, and ``x`` itself if a ``layerscale`` needs its gradient.
 """
 
 from __future__ import annotations
@@ -96,13 +96,14 @@ def layer_norm_fn(
     sum_dtype = torch.float32 if residual_in_fp32 else x.dtype
     sum_dtype = sum_dtype if residual is None else residual.dtype
 
+    # The factors in float32, so that autograd keeps x as it is.
+    if layerscale is not None:
+        x = x * layerscale.to(accumulation_dtype(x.dtype))
     if rowscale is not None:
         if rowscale.numel() == shape[:-1].numel():
             rowscale = rowscale.reshape(shape[:-1])
         check_like(x, shape[:-1], rowscale=rowscale)
-        x = x.to(accumulation_dtype(x.dtype)) * rowscale.unsqueeze(-1)
-    if layerscale is not None:
-        x = x.to(accumulation_dtype(x.dtype)) * layerscale
+        x = x * rowscale.unsqueeze(-1).to(accumulation_dtype(x.dtype))
     masks = [
         torch.empty_like(t, dtype=torch.bool).bernoulli_(1.0 - dropout_p)
         if t is not None and dropout_p > 0.0
@@ -209,10 +210,12 @@ class _NormalizedSum(torch.autograd.Function):
         *rest: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         *affine, (y, total), (y_dtype, sum_dtype), options = rest
+        is_sum = any(t is not None for t in (residual, x1, mask)) or sum_dtype != x.dtype
+        may_overwrite_x = y is not None and any(ctx.needs_input_grad)
+        if total is None and (is_sum or may_overwrite_x):
+            total = x.new_empty(x.shape, dtype=sum_dtype)
         y = x.new_empty(x.shape, dtype=y_dtype) if y is None else y
         y1 = None if affine[2] is None else torch.empty_like(y)
-        if any(t is not None for t in (residual, x1, mask)) or sum_dtype != x.dtype:
-            total = x.new_empty(x.shape, dtype=sum_dtype) if total is None else total
         _forward((x, residual, x1, mask, mask1, y, y1, total), affine, options)
         total = x if total is None else total
         ctx.save_for_backward(total, mask, mask1, *affine)
@@ -248,6 +251,8 @@ def _forward(rows: list[Any], affine: Sums, options: Options) -> Sums:
     x = x if residual is None else x + residual
     results = [(total, x)]
     for output, w, b in ((y, weight, bias), (y1, weight1, bias1)):
+        if output is None:
+            continue
         w = _scale(w, x.dtype, zero_centered)
         b = None if b is None else b.to(x.dtype)
         if not is_rms_norm:
