@@ -55,7 +55,7 @@ def reduce_scatter(rank: int, group: dist.ProcessGroup) -> None:
     assert handle is not None
     handle.wait()
     torch.testing.assert_close(out, inputs.sum(0)[3 * rank : 3 * rank + 3])
-    with pytest.raises(ValueError, match=r"input_ must be a multiple of the 2 ranks, .*\(5, 2\)"):
+    with pytest.raises(ValueError, match=r"input_ must have a multiple of 2 .*got shape \(5, 2\)"):
         distributed.reduce_scatter_raw(inputs[rank][:5], group)
 
 

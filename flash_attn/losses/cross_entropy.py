@@ -62,17 +62,9 @@ class CrossEntropyLoss(nn.Module):
         target : (batch,), the labels
         precomputed_lse : (batch,), optional
         """
-        losses = cross_entropy_loss(
-            input,
-            target,
-            precomputed_lse,
-            self.label_smoothing,
-            self.logit_scale,
-            self.lse_square_scale,
-            self.ignore_index,
-            self.inplace_backward,
-            self.process_group,
-        )
+        scales = self.label_smoothing, self.logit_scale, self.lse_square_scale
+        rest = self.ignore_index, self.inplace_backward, self.process_group
+        losses = cross_entropy_loss(input, target, precomputed_lse, *scales, *rest)
         loss, z_loss = (self._reduced(x, target) for x in losses)
         return (loss, z_loss) if self.return_z_loss else loss
 

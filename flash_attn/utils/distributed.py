@@ -28,13 +28,11 @@ def reduce_scatter_raw(
     input_: Tensor, process_group: dist.ProcessGroup | None, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
     """Sum the tensors (world_size * n, ...) of all ranks and return this rank's part: (n, ...)."""
-    length, rest = divmod(input_.shape[0], dist.get_world_size(process_group))
-    if rest:
-        raise ValueError(
-            "the first dimension of input_ must be a multiple of the "
-            f"{dist.get_world_size(process_group)} ranks, got shape {tuple(input_.shape)}"
-        )
-    output = input_.new_empty((length, *input_.shape[1:]))
+    ranks = dist.get_world_size(process_group)
+    if input_.shape[0] % ranks:
+        shape = tuple(input_.shape)
+        raise ValueError(f"input_ must have a multiple of {ranks} (ranks) rows, got shape {shape}")
+    output = input_.new_empty((input_.shape[0] // ranks, *input_.shape[1:]))
     input_ = input_.contiguous()
     work = dist.reduce_scatter_tensor(output, input_, group=process_group, async_op=async_op)
     return output, work
