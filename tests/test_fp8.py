@@ -6,6 +6,8 @@ here gives. Between the two stands the rounding of P to e4m3 alone: `assert_roun
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -35,6 +37,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn
+from benchmarks import fp8 as fp8_benchmark
 from flash_attn import flash_attn_func
 from flash_attn._backends import cuda, quantisation
 from flash_attn.fp8 import flash_attn_fp8_func, flash_attn_fp8_varlen_func, quantize
@@ -600,3 +603,26 @@ def test_quantized_cache(device):
 def test_quantize_errors(given, error, words):
     with pytest.raises(error, match=words):
         quantize(*given)
+
+
+# ---- the benchmark -------------------------------------------------------------------------------
+
+
+def test_benchmark(tmp_path, capsys):
+    options = ["--parts", "accuracy", "speed", "--headdim", "64", "--heads", "1", "--rows", "8"]
+    options += ["--steps", "1", "--seqlen", "64", "--tokens", "64", "--width", "64"]
+    fp8_benchmark.main([*options, "--rounds", "1", "--folder", str(tmp_path)])
+    rows = json.loads((tmp_path / "fp8-accuracy.json").read_text())["rows"]
+    assert [row["inputs"] for row in rows] == ["outliers", "normal", "model"]
+    for row in rows:
+        error = row["rmse"]
+        assert list(error) == ["bf16", *LEVELS, "e4m3"] == row["providers"]
+        assert 0 < error["bf16"] < error["accurate"] < error["balanced"] <= 1.2 * error["fast"]
+        assert all(0 < row[x][name] < 1 for x in ("relative", "lse") for name in error)
+    speeds = json.loads((tmp_path / "fp8-speed.json").read_text())["rows"]
+    for row in speeds:
+        assert set(row["ms"]) == {"tiled", *LEVELS, "e4m3", "prepass", "copy"}, row["skipped"]
+    assert "balanced to plain: " in capsys.readouterr().out
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    expected = {"fp8-accuracy.png", "fp8-speed-forward-bf16.png"}
+    assert drawn == (expected if importlib.util.find_spec("matplotlib") else set())
