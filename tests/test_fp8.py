@@ -167,6 +167,20 @@ def test_pages(device, page_size):
     check_e4m3(in_pages(varlen([20, 130], [140, 13], causal=True, device=device), page_size))
 
 
+def test_the_specification_rounds_p():
+    """With unit vectors for V, out is P: 2^8 times the largest at most, rounded; the sum is not."""
+    scores = torch.cat([torch.zeros(1), -7 * torch.rand(63)]).to(FP8)
+    q, k = torch.zeros(1, 1, 1, 64), torch.zeros(1, 64, 1, 64)
+    q[..., 0], k[0, :, 0, 0] = 1.0, scores.float()
+    given = (q.to(FP8), k.to(FP8), torch.eye(64)[None, :, None].to(FP8))
+    with flash_attn.use_backend("tiled"):
+        out = flash_attn_func(*given, softmax_scale=1.3)[0, 0, 0].float()
+    p = torch.exp(1.3 * scores.double())
+    rounded = (256 * p).to(FP8).double() / 256
+    assert (rounded / p - 1).abs().max() > 0.04
+    torch.testing.assert_close(out.double(), rounded / p.sum(), rtol=2.0**-8, atol=0)
+
+
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("seqlen_new", [0, 3])
 def test_cache(device, page_size, seqlen_new):
