@@ -28,7 +28,7 @@ def tokenizer(transformers: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["packing", "padding_free"])
 def test_sft(transformers: Any, calls: Calls, tokenizer: Any, tmp_path: Path, way: str) -> None:
-    """The first step's loss is that of the sequences alone in eager attention; the next is lower."""
+    """The first loss is that of the sequences alone in eager attention; the next is lower."""
     import trl
     from datasets import Dataset
 
