@@ -60,11 +60,12 @@ def test_decode(mha: ModuleType, rotary: int) -> None:
     for step in (x[:, :9], *x[:, 9:].split(1, 1)):
         steps.append(flash(step, inference_params=state))
         state.seqlen_offset += step.shape[1]
-    assert_as_good_as_eager(torch.cat(steps, 1), eager(x), exact(x.float()))
+    decoded = torch.cat(steps[1:], 1)  # the prompt's attention is PyTorch's own
+    assert_as_good_as_eager(decoded, eager(x)[:, 9:], exact(x.float())[:, 9:])
 
 
 def test_rotary_gradients(mha: ModuleType) -> None:
-    """Our rotary in a training pass, twice: the gradients point where those of float32 do."""
+    """Our rotary in a training pass against rotation by its definition."""
     flash, eager, exact = modules(mha, 16)
     # The reference rotates by definition, in PyTorch.
     for module in (eager, exact):
