@@ -1,0 +1,202 @@
+"""flash_attn.distributed: several processes give what one process with all tokens gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from distributed_worker import Groups, Pool, pool
+from helpers import (
+    DROPOUT_SEED,
+    DTYPES,
+    OPTIONS,
+    dense,
+    dtype_name,
+    options_of,
+    varlen,
+    with_dropout_mask,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Attention, Storage, assert_matches_oracle
+from torch import Tensor
+
+from flash_attn import distributed
+from flash_attn.distributed import Layout
+
+WORLD = 4
+# How a sequence is divided: the ranks of a ring x those that divide heads, and the order.
+RING2, RING4 = (2, 1, "zigzag"), (4, 1, "zigzag")
+CONTIGUOUS4 = (4, 1, "contiguous")
+ULYSSES2, ULYSSES4 = (1, 2, "contiguous"), (1, 4, "contiguous")
+MESH = (2, 2, "zigzag")
+DIVISIONS = [RING2, RING4, CONTIGUOUS4, ULYSSES2, ULYSSES4, MESH]
+Division = tuple[int, int, str]
+
+
+def division_name(value: Any) -> str | None:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else dtype_name(value)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with pool(WORLD, tmp_path_factory.mktemp("processes")) as four:
+        yield four
+
+
+# ---- in the processes ----------------------------------------------------------------------------
+
+
+def attend(
+    groups: Groups,
+    division: Division,
+    tensors: dict[str, Tensor],
+    options: dict[str, Any],
+    dout: Tensor,
+    dlse: Tensor,
+    change: dict[int, dict[str, Any]] | None = None,
+) -> dict[str, Tensor] | None:
+    """A rank's part of out, lse and the gradients; ``change`` are other options of some ranks."""
+    ring, heads, order = division
+    if not groups.holds(ring * heads):
+        return None
+    function: Any
+    if ring > 1 and heads > 1:
+        where: Any = groups.meshes[ring, heads]
+        function, how = distributed.mesh_flash_attn_func, {"mesh": where, "order": order}
+    elif heads > 1:
+        where = groups.of[heads]
+        function, how = distributed.ulysses_flash_attn_func, {"group": where}
+    else:
+        where = groups.of[ring]
+        function, how = distributed.ring_flash_attn_func, {"group": where, "order": order}
+    dim = tensors["q"].dim() - 3
+    rank = torch.distributed.get_rank()
+    leaves = {
+        name: (x.clone() if name == "s_aux" else distributed.shard(x, dim, where, order))
+        for name, x in tensors.items()
+    }
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    # Only the first rank of the group draws the mask that a single process would draw.
+    torch.manual_seed(DROPOUT_SEED + rank - (WORLD - ring * heads))
+    options = options | (change or {}).get(rank, {})
+    out, lse, _ = function(**leaves, **options, **how, return_attn_probs=True)
+    local = distributed.shard(dout, dim, where, order), distributed.shard(dlse, -1, where, order)
+    gradients = torch.autograd.grad((out, lse), list(leaves.values()), local)
+    assert out.dtype == tensors["q"].dtype
+    results = {"out": out.detach(), "lse": lse.detach()}
+    return results | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+
+
+# ---- here ----------------------------------------------------------------------------------------
+
+
+def places(total: int, division: Division) -> list[list[int]]:
+    """The tokens of each rank, written down without the library's help."""
+    ring, heads, order = division
+    pieces = ring if order == "contiguous" else 2 * ring
+    size = -(-total // pieces)
+    cut = [list(range(total))[i * size : (i + 1) * size] for i in range(pieces)]
+    found = []
+    for place in range(ring):
+        tokens = cut[place] if order == "contiguous" else cut[place] + cut[-1 - place]
+        share = -(-len(tokens) // heads)
+        found += [tokens[i * share : (i + 1) * share] for i in range(heads)]
+    return found
+
+
+def together(parts: list[Tensor], tokens: list[list[int]], dim: int) -> Tensor:
+    order = torch.tensor([i for of_rank in tokens for i in of_rank], dtype=torch.long)
+    return torch.cat(parts, dim).index_select(dim, order.argsort())
+
+
+def check(processes: Pool, problem: Attention, division: Division) -> None:
+    """Compare what the processes make of a self-attention problem with the oracle."""
+    problem = with_dropout_mask(problem)
+    options = options_of(problem)
+    tensors = {name: getattr(problem, name) for name in "qkv"}
+    if (s_aux := options.pop("s_aux")) is not None:
+        tensors["s_aux"] = s_aux
+    if problem.cu_seqlens_q is not None:
+        options["cu_seqlens"] = problem.cu_seqlens_q
+    shape = *problem.q.shape[:-1], problem.v.shape[-1]
+    dout = torch.randn(shape, dtype=problem.q.dtype)
+    sums = torch.promote_types(problem.q.dtype, torch.float32)
+    dlse = torch.randn(shape[:-1], dtype=sums).mT.contiguous()
+    answers = processes.run(
+        attend, division=division, tensors=tensors, options=options, dout=dout, dlse=dlse
+    )
+    members = division[0] * division[1]
+    answers = answers[WORLD - members :]
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    tokens = places(problem.q.shape[-3], division)
+    results = {}
+    for name in answers[0]:
+        parts = [answer[name] for answer in answers]
+        dim = parts[0].dim() - (1 if name == "lse" else 3)
+        sums_up = name == "ds_aux"
+        results[name] = sum(parts) if sums_up else together(parts, tokens, dim)
+    assert_matches_oracle(results, problem, dout=dout, dlse=dlse)
+
+
+def self_attention(batch: int, seqlen: int, **options: Any) -> Attention:
+    return dense(batch, seqlen, seqlen, **options)
+
+
+def packed_documents(lengths: list[int], *sizes: int, **options: Any) -> Attention:
+    """Documents, and tokens of no document before and behind them."""
+    problem = varlen(lengths, lengths, *sizes, slack=5, **options)
+    bounds = problem.cu_seqlens_q.clone()
+    bounds[0] = min(3, lengths[0])  # what is no document's is NaN
+    for x in (problem.q, problem.k, problem.v):
+        x[: bounds[0]] = float("nan")
+    return replace(problem, cu_seqlens_q=bounds, storage=Storage(cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=division_name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_dtypes(processes, dtype, division):
+    problem = self_attention(2, 67, nheads=4, nheads_kv=4, dtype=dtype, causal=True)
+    check(processes, problem, division)
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=division_name)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(processes, option, division):
+    options = OPTIONS[option](2, 4, "cpu")
+    check(processes, self_attention(2, 67, nheads=4, nheads_kv=4, **options), division)
+
+
+@pytest.mark.parametrize("division", [RING4, ULYSSES2, ULYSSES4, MESH], ids=division_name)
+@pytest.mark.parametrize("nheads, nheads_kv", [(8, 4), (4, 2), (8, 1), (12, 3), (12, 6)])
+def test_groups_of_heads(processes, nheads, nheads_kv, division):
+    """Ranks that have some of a group's heads, a group each, several, or parts of two."""
+    sizes = {"nheads": nheads, "nheads_kv": nheads_kv, "headdim": 16, "headdim_v": 24}
+    check(processes, self_attention(1, 40, causal=True, **sizes), division)
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=division_name)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_documents(processes, option, division):
+    lengths = [9, 1, 0, 50, 3, 0, 24]
+    options = OPTIONS[option](len(lengths), 4, "cpu")
+    check(processes, packed_documents(lengths, 4, 2, **options), division)
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=division_name)
+@pytest.mark.parametrize("seqlen", [0, 1, 3, 5, 9])
+def test_ranks_without_tokens(processes, seqlen, division):
+    check(processes, self_attention(2, seqlen, nheads=4, nheads_kv=4, causal=True), division)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (3, 0), (0, 5), (20, 2), (40, -1), (-1, 30)])
+@pytest.mark.parametrize("division", [RING4, CONTIGUOUS4, MESH], ids=division_name)
+def test_windows(processes, window, division):
+    """Narrower than a piece of the sequence, and wider."""
+    problem = self_attention(1, 61, nheads=2, nheads_kv=2, headdim=16, window_size=window)
+    check(processes, problem, division)
