@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from conftest import EXAMPLES
 from distributed_worker import Groups, Pool, pool
 from helpers import (
     DROPOUT_SEED,
@@ -25,7 +27,6 @@ from oracle import Attention, Storage, assert_matches_oracle
 from torch import Tensor
 
 from flash_attn import distributed
-from flash_attn.distributed import Layout
 
 WORLD = 4
 # How a sequence is divided: the ranks of a ring x those that divide heads, and the order.
@@ -82,7 +83,7 @@ def attend(
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     # Only the first rank of the group draws the mask that a single process would draw.
     torch.manual_seed(DROPOUT_SEED + rank - (WORLD - ring * heads))
-    options = options | (change or {}).get(rank, {})
+    options = {"seqlen": tensors["q"].shape[dim]} | options | (change or {}).get(rank, {})
     out, lse, _ = function(**leaves, **options, **how, return_attn_probs=True)
     local = distributed.shard(dout, dim, where, order), distributed.shard(dlse, -1, where, order)
     gradients = torch.autograd.grad((out, lse), list(leaves.values()), local)
@@ -200,3 +201,106 @@ def test_windows(processes, window, division):
     """Narrower than a piece of the sequence, and wider."""
     problem = self_attention(1, 61, nheads=2, nheads_kv=2, headdim=16, window_size=window)
     check(processes, problem, division)
+
+
+@settings(max_examples=min(25, EXAMPLES))
+@given(st.data())
+def test_random_sizes(processes, data):
+    draw = data.draw
+    division = draw(st.sampled_from(DIVISIONS))
+    nheads_kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    sizes = {"nheads": division[1] * nheads_kv * group, "nheads_kv": nheads_kv}
+    sizes |= {"headdim": draw(st.integers(1, 24)), "headdim_v": draw(st.integers(1, 24))}
+    options: dict[str, Any] = {"causal": draw(st.booleans())}
+    width = st.integers(-1, 40)
+    options["window_size"] = draw(st.tuples(width, width) | st.just((-1, -1)))
+    options["softcap"] = draw(st.sampled_from([0.0, 2.0]))
+    options["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.3]))
+    if draw(st.booleans()):
+        options["alibi_slopes"] = torch.rand(sizes["nheads"])
+    if draw(st.booleans()):
+        options["s_aux"] = torch.randn(sizes["nheads"])
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(0, 50), min_size=1, max_size=6))
+        problem = varlen(lengths, lengths, slack=draw(st.integers(0, 9)), **sizes, **options)
+    else:
+        batch, seqlen = draw(st.integers(1, 2)), draw(st.integers(0, 90))
+        problem = self_attention(batch, seqlen, **sizes, **options)
+    check(processes, problem, division)
+
+
+# ---- ranks that do not call alike ----------------------------------------------------------------
+
+
+def attend_otherwise(groups: Groups, changes: dict[int, dict[str, Any]], kind: str) -> Any:
+    """A call of all four ranks, of which some have other arguments."""
+    arguments = {"seqlen": 8, "heads": 4, "dim": 16, "dtype": torch.float32, "causal": True}
+    arguments |= changes.get(torch.distributed.get_rank(), {})
+    names = ("seqlen", "heads", "dim", "dtype")
+    seqlen, heads, dim, dtype = (arguments.pop(name) for name in names)
+    if arguments.pop("is_none", False):
+        q = k = v = None
+    else:
+        q, k, v = torch.randn(3, 1, seqlen, heads, dim).to(dtype)
+    if arguments.pop("documents", False):
+        arguments["cu_seqlens"] = [0, 5, 32]
+        q, k, v = q[0], k[0], v[0]
+    if kind == "ring":
+        return distributed.ring_flash_attn_func(q, k, v, **arguments)
+    if kind == "ulysses":
+        return distributed.ulysses_flash_attn_func(q, k, v, **arguments)
+    return distributed.mesh_flash_attn_func(q, k, v, mesh=groups.meshes[2, 2], **arguments)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses", "mesh"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seqlen": 10}, "seqlen .* got 32 on rank 0 and 40 on rank 2"),
+        ({"heads": 8}, "nheads .* got 4 on rank 0 and 8 on rank 2"),
+        ({"dim": 8}, r"headdim .* got \[16, 16\] on rank 0 and \[8, 8\] on rank 2"),
+        ({"dtype": torch.bfloat16}, "dtype .* got 'torch.float32' on rank 0"),
+        ({"causal": False}, "causal .* got True on rank 0 and False on rank 2"),
+        ({"window_size": (4, 0)}, r"window_size .* got \[-1, 0\] on rank 0 and \[4, 0\] on rank 2"),
+        ({"softcap": 3.0}, "softcap .* got 0.0 on rank 0 and 3.0 on rank 2"),
+        ({"deterministic": True}, "deterministic .* on rank 2"),
+        ({"documents": True}, "batch .* got 1 on rank 0 and None on rank 2"),
+        ({"s_aux": torch.zeros(4)}, "s_aux .* got None on rank 0"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_ranks_that_differ(processes, change, message, kind):
+    """An error on every rank, which names what differs."""
+    for answer in processes.run(attend_otherwise, changes={2: change}, kind=kind):
+        assert isinstance(answer, ValueError)
+        assert re.search(message, str(answer)), answer
+
+
+def test_a_rank_with_another_order(processes):
+    for answer in processes.run(
+        attend_otherwise, changes={1: {"order": "contiguous"}}, kind="ring"
+    ):
+        assert isinstance(answer, ValueError) and "order must be the same" in str(answer)
+
+
+@pytest.mark.parametrize(
+    "change, kind, error, message",
+    [
+        ({"is_none": True}, "ring", TypeError, "q must be a torch.Tensor of 4 dimensions"),
+        ({"softcap": -1.0}, "ring", ValueError, "softcap must be finite and at least 0"),
+        ({"seqlen": 9}, "ring", ValueError, r"tokens that shard\(\) gives this rank"),
+        ({"order": "sideways"}, "ring", ValueError, "order must be one of zigzag, contiguous"),
+        ({"heads": 6}, "ulysses", ValueError, "q must have a number of heads .* 4, got 6"),
+        ({"alibi_slopes": torch.rand(3)}, "mesh", ValueError, "alibi_slopes must have shape"),
+        ({"window_size": 3}, "mesh", ValueError, "window_size must be a pair"),
+        ({"cu_seqlens": [0, 9]}, "ring", TypeError, "q must be a torch.Tensor of 3 dimensions"),
+    ],
+)
+def test_a_rank_with_wrong_arguments(processes, change, kind, error, message):
+    """It raises what is wrong, and the others say so."""
+    answers = processes.run(attend_otherwise, changes={1: change}, kind=kind)
+    assert isinstance(answers[1], error) and re.search(message, str(answers[1]))
+    for answer in (answers[0], *answers[2:]):
+        assert isinstance(answer, RuntimeError)
+        assert re.search(f"rank 1 of the group: {error.__name__}: .*{message}", str(answer))

@@ -59,8 +59,8 @@ def check(descriptions: list[dict[str, Any]]) -> None:
         if any(x != values[0] for x in values):
             other = next(i for i, x in enumerate(values) if x != values[0])
             raise ValueError(
-                f"{name} must be the same on all ranks, got {values[0]!r} on rank 0 and "
-                f"{values[other]!r} on rank {other} of the group"
+                f"{name} must be the same on all ranks of the group, got {values[0]!r} on rank 0 "
+                f"and {values[other]!r} on rank {other}"
             )
 
 

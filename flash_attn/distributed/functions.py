@@ -1,6 +1,7 @@
 """Attention over a sequence that several ranks share; see ``flash_attn.distributed``."""
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ def ring_flash_attn_func(
     s_aux: Tensor | None = None,
     group: Group = None,
     order: Order = "zigzag",
+    seqlen: int | None = None,
     cu_seqlens: Bounds | None = None,
 ) -> Any:
     """Attention of this rank's queries to the keys of all ranks, which come to it in turn.
@@ -68,6 +70,8 @@ def ring_flash_attn_func(
     order : {"zigzag", "contiguous"}
         How ``shard`` has divided the tokens. Under a causal mask, zigzag gives all ranks as much
         to do.
+    seqlen : int, optional
+        Tokens of the whole sequence, needed where ranks do not have the same number of them.
     cu_seqlens : (documents + 1,) int32 or sequence of ints, optional
         Where the documents begin in the whole sequence, and where the last ends: a token sees
         those of its document. Documents may reach over ranks. Keep it on the CPU: one on a GPU is
@@ -96,7 +100,7 @@ def ring_flash_attn_func(
         raise ValueError("group must be a mesh of 1 dimension, got 2: use mesh_flash_attn_func")
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, deterministic
     tensors = q, k, v, alibi_slopes, s_aux
-    return _attention(grid, tensors, numbers, order, cu_seqlens, return_attn_probs)
+    return _attention(grid, tensors, numbers, order, seqlen, cu_seqlens, return_attn_probs)
 
 
 def ulysses_flash_attn_func(
@@ -114,6 +118,7 @@ def ulysses_flash_attn_func(
     *,
     s_aux: Tensor | None = None,
     group: Group = None,
+    seqlen: int | None = None,
     cu_seqlens: Bounds | None = None,
 ) -> Any:
     """The same, each rank attending with some of the heads to the whole sequence.
@@ -131,7 +136,7 @@ def ulysses_flash_attn_func(
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, deterministic
     tensors = q, k, v, alibi_slopes, s_aux
     grid = Grid(None, grid.ring)
-    return _attention(grid, tensors, numbers, "contiguous", cu_seqlens, return_attn_probs)
+    return _attention(grid, tensors, numbers, "contiguous", seqlen, cu_seqlens, return_attn_probs)
 
 
 def mesh_flash_attn_func(
@@ -150,6 +155,7 @@ def mesh_flash_attn_func(
     s_aux: Tensor | None = None,
     mesh: DeviceMesh,
     order: Order = "zigzag",
+    seqlen: int | None = None,
     cu_seqlens: Bounds | None = None,
 ) -> Any:
     """Both: heads are divided along the second dimension of ``mesh``, rings go along the first.
@@ -165,7 +171,7 @@ def mesh_flash_attn_func(
         raise ValueError("mesh must be a DeviceMesh of 2 dimensions")
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, deterministic
     tensors = q, k, v, alibi_slopes, s_aux
-    return _attention(grid_of(mesh), tensors, numbers, order, cu_seqlens, return_attn_probs)
+    return _attention(grid_of(mesh), tensors, numbers, order, seqlen, cu_seqlens, return_attn_probs)
 
 
 # ---- all of them ---------------------------------------------------------------------------------
@@ -186,10 +192,11 @@ def _attention(
     tensors: Sequence[Any],
     numbers: tuple[Any, ...],
     order: Order,
+    seqlen: int | None,
     cu_seqlens: Bounds | None,
     return_attn_probs: bool,
 ) -> Any:
-    kind = _kind(grid, tensors, numbers, order, cu_seqlens)
+    kind = _kind(grid, tensors, numbers, order, seqlen, cu_seqlens)
     q, k, v, slopes, s_aux = tensors
     if cu_seqlens is not None:
         q, k, v = q[None], k[None], v[None]
@@ -232,6 +239,7 @@ def _kind(
     tensors: Sequence[Any],
     numbers: tuple[Any, ...],
     order: Order,
+    seqlen: int | None,
     cu_seqlens: Bounds | None,
 ) -> _Kind:
     """What this call shares with others; before the first of them, all ranks have to agree."""
@@ -247,11 +255,12 @@ def _kind(
         options = _options(*numbers)
         kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in tensors]
         heads = None if grid.heads is None else grid.heads.group_name
-        key = heads, *kinds, options, order, bounds, wants_gradient
+        key = heads, *kinds, options, order, seqlen, bounds, wants_gradient
         if (kind := known.get(key)) is not None:
             known.move_to_end(key)
             return kind
-        description = _description(grid, tensors, options, order, bounds)
+        layout = _layout(grid, tensors, order, seqlen, bounds)
+        description = _description(grid, layout, tensors, options, bounds)
         description["requires_grad"] = wants_gradient
     except Exception as raised:  # which the other ranks are told of first
         error, description = raised, {"error": f"{type(raised).__name__}: {raised}"}
@@ -261,24 +270,13 @@ def _kind(
     descriptions = _agreement.gather(description, grid, device)
     if error is not None:
         raise error
-    tokens = [x.pop("tokens", 0) for x in descriptions]
     _agreement.check(descriptions)
-    layout = Layout(sum(tokens), *grid.sizes, order)
-    if tokens != layout.lengths():
-        raise ValueError(
-            f"q must have the tokens that shard() gives each rank, {layout.lengths()} of "
-            f"{layout.total} in {order} order, got {tokens}"
-        )
-    if bounds is not None and bounds[-1] > layout.total:
-        raise ValueError(
-            f"cu_seqlens must end within the {layout.total} tokens of all ranks, got {bounds[-1]}"
-        )
     place, column = grid.ranks
     drops = round(options.dropout_p * 2**16) > 0
     mask = Mask(options.window_left, options.window_right, bounds, tensors[3] is not None, drops)
     division = None
     if grid.heads is not None:
-        row = tokens[place * grid.sizes[1] :][: grid.sizes[1]]
+        row = layout.lengths()[place * grid.sizes[1] :][: grid.sizes[1]]
         division = Division(column, tuple(row), tensors[0].shape[-2], tensors[1].shape[-2])
     kind = _Kind(Plan(layout, mask, place), options, division)
     known[key] = kind
@@ -303,14 +301,43 @@ def _options(
     return options if options.dropout_p * 2**16 > 0.5 else replace(options, dropout_p=0.0)
 
 
-def _description(
+def _layout(
     grid: Grid,
     tensors: Sequence[Any],
-    options: Options,
     order: Order,
+    seqlen: int | None,
+    bounds: tuple[int, ...] | None,
+) -> Layout:
+    """Where all tokens are: every rank knows, without a message, if none has made a mistake."""
+    q = tensors[0]
+    rank = 4 if bounds is None else 3
+    if not isinstance(q, Tensor) or q.dim() != rank:
+        raise TypeError(f"q must be a torch.Tensor of {rank} dimensions, got {type(q).__name__}")
+    tokens, ranks = q.shape[-3], math.prod(grid.sizes)
+    total = tokens * ranks if seqlen is None else integer("seqlen", seqlen)
+    layout = Layout(total, *grid.sizes, order)
+    place, column = grid.ranks
+    expected = layout.lengths()[place * grid.sizes[1] + column]
+    if expected != tokens:
+        raise ValueError(
+            f"q must have the tokens that shard() gives this rank, {expected} of {total} in {order}"
+            f" order, got {tokens}; pass seqlen where ranks have different numbers of tokens"
+        )
+    if bounds is not None and bounds[-1] > total:
+        raise ValueError(
+            f"cu_seqlens must end within the {total} tokens of all ranks, got {bounds[-1]}"
+        )
+    return layout
+
+
+def _description(
+    grid: Grid,
+    layout: Layout,
+    tensors: Sequence[Any],
+    options: Options,
     bounds: tuple[int, ...] | None,
 ) -> dict[str, Any]:
-    """Check a rank's own arguments; return what has to be the same on all ranks, and its tokens."""
+    """Check a rank's own arguments; return what has to be the same on all ranks."""
     q, k, v, slopes, s_aux = tensors
     rank = 4 if bounds is None else 3
     q, k, v, sizes = _arguments.check_qkv(q, k, v, rank, rank)
@@ -328,12 +355,10 @@ def _description(
         )
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
-    Layout(0, order=order)
     digest = hashlib.blake2b(repr(bounds).encode(), digest_size=8).hexdigest()
     return {
-        "tokens": sizes.rows_q[-1],
-        "the number of dimensions of q": rank,
-        "the batch size of q": batch if bounds is None else 1,
+        "seqlen": layout.total,
+        "batch": None if bounds is not None else batch,
         "dtype": str(q.dtype),
         "nheads": sizes.nheads,
         "nheads_kv": sizes.nheads_kv,
@@ -344,8 +369,8 @@ def _description(
         "softcap": options.softcap,
         "dropout_p": options.dropout_p,
         "deterministic": options.deterministic,
-        "order": order,
-        "the grid of ranks": grid.sizes,
+        "order": layout.order,
+        "ranks": [layout.ring, layout.heads],
         "cu_seqlens": None if bounds is None else f"{batch} documents, digest {digest}",
         "alibi_slopes": None if slopes is None else list(slopes.shape),
         "s_aux": None if s_aux is None else str(s_aux.dtype),
