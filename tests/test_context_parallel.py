@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import importlib.util
+import itertools
+import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,8 +35,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Attention, Storage, assert_matches_oracle
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from flash_attn import distributed
+from flash_attn.distributed import Layout, _agreement, adapters
+from flash_attn.distributed._plan import Block, Mask, Plan
 
 WORLD = 4
 # How a sequence is divided: the ranks of a ring x those that divide heads, and the order.
@@ -304,3 +318,242 @@ def test_a_rank_with_wrong_arguments(processes, change, kind, error, message):
     for answer in (answers[0], *answers[2:]):
         assert isinstance(answer, RuntimeError)
         assert re.search(f"rank 1 of the group: {error.__name__}: .*{message}", str(answer))
+
+
+def call_alone(groups: Groups) -> Any:
+    """The last two ranks make one call; then the last of them another, while the first is away."""
+    if not groups.holds(2):
+        return None
+    q = torch.randn(1, 8, 2, 16)
+    distributed.ring_flash_attn_func(q, q, q, group=groups.of[2])
+    if groups.holds(1):
+        patience, _agreement.TIMEOUT = _agreement.TIMEOUT, 0.3
+        try:
+            distributed.ring_flash_attn_func(q, q, q, softcap=7.0, group=groups.of[2])
+        finally:
+            _agreement.TIMEOUT = patience
+    else:  # what ends the other one's message, for the tests that follow
+        time.sleep(0.6)
+        with contextlib.suppress(RuntimeError):
+            distributed.ring_flash_attn_func(q, q, q, softcap=8.0, group=groups.of[2])
+    return None
+
+
+def test_a_call_that_others_do_not_make(processes):
+    *_, error = processes.run(call_alone)
+    assert isinstance(error, RuntimeError)
+    assert re.search("have not made this call after 0.3 s: .*softcap 7.0", str(error))
+
+
+def attend_twice(groups: Groups) -> Any:
+    """Gradients of two calls, with options whose sums have an order."""
+    torch.manual_seed(0)
+    q, k, v = (distributed.shard(x).requires_grad_() for x in torch.randn(3, 1, 200, 4, 16))
+    gradients = []
+    for _ in range(2):
+        out = distributed.ring_flash_attn_func(q, k, v, causal=True, deterministic=True)
+        gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    return all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_deterministic(processes):
+    assert all(answer is True for answer in processes.run(attend_twice))
+
+
+# ---- what is sent and computed -------------------------------------------------------------------
+
+
+def plans(layout: Layout, mask: Mask) -> list[Plan]:
+    return [Plan(layout, mask, rank) for rank in range(layout.ring)]
+
+
+def work(plan: Plan) -> int:
+    """Scores of a rank, a diagonal block counted as a causal one."""
+    blocks = [block for step in plan.steps for block in step.blocks]
+    return sum(len(x.rows) * len(x.cols) // (1 + x.is_diagonal) for x in blocks)
+
+
+@pytest.mark.parametrize("ring", [2, 4, 64])
+def test_zigzag_balances_causal_work(ring):
+    """One kernel call a step, of the same size on all ranks."""
+    ranks = plans(Layout(2 * ring * 100, ring), Mask(-1, 0))
+    assert len({work(plan) for plan in ranks}) == 1
+    for plan in ranks:
+        assert [len(step.blocks) for step in plan.steps] == [1] * ring
+    # Of the keys of ranks before, only the first piece is seen.
+    assert [step.rows for step in ranks[1].steps[:3]] == [200, 100, 200 if ring > 2 else 100][
+        : min(3, ring)
+    ]
+
+
+def test_window_reaches_few_ranks():
+    """In contiguous order, those in reach; and of their rows, those in reach."""
+    for rank, plan in enumerate(plans(Layout(800, 8, order="contiguous"), Mask(150, 0))):
+        received = [step.rows for step in plan.steps[1:]]
+        assert received == [100 if rank > 0 else 0, 50 if rank > 1 else 0, 0, 0, 0, 0, 0]
+        sent = [sum(map(len, step.sends)) for step in plan.steps[1:]]
+        assert sent == [100 if rank < 7 else 0, 50 if rank < 6 else 0, 0, 0, 0, 0, 0]
+
+
+def test_documents_within_a_rank_send_nothing():
+    mask = Mask(-1, 0, bounds=(0, 60, 100, 200, 300, 350, 400))
+    for plan in plans(Layout(400, 4, order="contiguous"), mask):
+        assert [step.rows for step in plan.steps] == [100, 0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_are_the_mask(seed):
+    """Each visible pair of tokens is in one block, and its window lets no other pair through."""
+    random = Random(seed)
+    total, ring = random.randint(1, 60), random.randint(1, 5)
+    layout = Layout(total, ring, order=random.choice(["zigzag", "contiguous"]))
+    left, right = random.randint(-1, 20), random.randint(-1, 20)
+    bounds = None
+    if random.random() < 0.5:
+        bounds = tuple(sorted(random.choices(range(total + 1), k=random.randint(1, 6))))
+    mask = Mask(left, right, bounds, drops=random.random() < 0.3)
+    tokens = [sum(map(list, layout.chunks_of_place(place)), []) for place in range(ring)]
+    found = []
+    for rank, plan in enumerate(plans(layout, mask)):
+        for distance, step in enumerate(plan.steps):
+            received = [tokens[rank - distance][i] for rows in step.receives for i in rows]
+            for block in step.blocks:
+                queries = [tokens[rank][i] for i in block.rows]
+                keys = [received[i] for i in block.cols]
+                found += pairs(block, queries, keys)
+    of = [bisect.bisect_right(bounds, x) if bounds else 1 for x in range(total)]
+    expected = [
+        (i, j)
+        for i, j in itertools.product(range(total), repeat=2)
+        if (left < 0 or i - j <= left) and (right < 0 or j - i <= right)
+        if of[i] == of[j] and 0 < of[i] < (len(bounds) if bounds else 2)
+    ]
+    assert sorted(found) == expected
+
+
+def pairs(block: Block, queries: list[int], keys: list[int]) -> Iterator[tuple[int, int]]:
+    """Who sees whom, as the kernels read a block."""
+    bounds = block.bounds or (0, None)
+    for start, stop in itertools.pairwise(bounds):
+        rows, cols = queries[start:stop], keys[start:stop]
+        if block.place is not None and rows and block.bounds is None and block.documents is None:
+            assert (rows[0], cols[0]) == block.place
+        for (i, row), (j, col) in itertools.product(enumerate(rows), enumerate(cols)):
+            distance = j - (i + len(cols) - len(rows))
+            left, right = block.window
+            if (left < 0 or distance >= -left) and (right < 0 or distance <= right):
+                yield row, col
+
+
+# ---- sharding ------------------------------------------------------------------------------------
+
+
+def shard_and_back(groups: Groups, division: Division, total: int) -> Any:
+    ring, heads, order = division
+    if not groups.holds(ring * heads):
+        return None
+    where = groups.meshes[ring, heads] if ring > 1 and heads > 1 else groups.of[ring * heads]
+    whole = torch.randn(2, total, 3, generator=torch.Generator().manual_seed(0))
+    local = distributed.shard(whole, 1, where, order).requires_grad_()
+    back = distributed.unshard(local, -2, where, order)
+    weight = torch.arange(1.0, total + 1)[:, None].expand_as(whole)
+    (gradient,) = torch.autograd.grad((back * weight).sum(), local)
+    expected = ring * heads * distributed.shard(weight, 1, where, order)
+    places = distributed.position_ids(total, where, order)
+    in_documents = distributed.position_ids(total, where, order, cu_seqlens=[2, 2, 7, 9])
+    return torch.equal(back, whole), torch.equal(gradient, expected), places, in_documents
+
+
+@pytest.mark.parametrize("division", DIVISIONS, ids=division_name)
+@pytest.mark.parametrize("total", [3, 16, 21])
+def test_shard(processes, total, division):
+    answers = processes.run(shard_and_back, division=division, total=total)
+    answers = answers[WORLD - division[0] * division[1] :]
+    in_documents = [0, 1, 0, 1, 2, 3, 4, 0, 1, *range(20)]
+    for (is_whole, has_gradient, *of_rank), expected in zip(
+        answers, places(total, division), strict=True
+    ):
+        assert is_whole and has_gradient
+        assert [x.tolist() for x in of_rank] == [expected, [in_documents[i] for i in expected]]
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def attend_in_context(groups: Groups, division: Division, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """PyTorch's attention on buffers in the context, out of it again, and what they then are."""
+    ring, heads, _ = division
+    shape = (ring, heads) if ring > 1 and heads > 1 else (WORLD,)
+    mesh = groups.meshes[shape] if len(shape) == 2 else DeviceMesh("cpu", range(WORLD))
+    method = "ulysses" if ring == 1 else "ring"
+    buffers, before = [q, k, v], q.clone()
+    with adapters.context_parallel(
+        mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers={v}, method=method
+    ):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    (out,) = adapters.context_parallel_unshard(mesh, [out], [2], method)
+    assert torch.equal(q, before) and v.shape[2] < k.shape[2]
+    assert F.scaled_dot_product_attention(before, before, before).shape == before.shape
+    return out
+
+
+@pytest.mark.parametrize("division", [RING4, ULYSSES4, MESH], ids=division_name)
+def test_in_the_place_of_context_parallel(processes, division):
+    q = torch.randn(2, 8, 50, 16)
+    k, v = torch.randn(2, 2, 4, 50, 16)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for out in processes.run(attend_in_context, division=division, q=q, k=k, v=v):
+        torch.testing.assert_close(out, expected)
+
+
+def run_transformers(groups: Groups, method: str, documents: list[int] | None) -> Any:
+    """Logits of this rank's tokens, of a small model; and those of the whole sequence here."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    order = "contiguous" if method == "ulysses" else "zigzag"
+    name = adapters.register_with_transformers(f"flash_attn_{method}", method=method, order=order)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    tokens, where = torch.randint(64, (1, 40)), {"order": order}
+    options = {"cu_seq_lens_q": documents} if documents else {}
+    logits = model(
+        distributed.shard(tokens, **where),
+        position_ids=distributed.position_ids(40, cu_seqlens=documents, **where)[None],
+        use_cache=False,
+        **options,
+    ).logits
+    model.set_attn_implementation("eager")
+    bounds = documents or [0, 40]
+    parts = [model(tokens[:, i:j]).logits for i, j in itertools.pairwise(bounds)]
+    return logits.detach(), distributed.shard(torch.cat(parts, 1), **where).detach()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+@pytest.mark.parametrize("documents", [None, [0, 13, 40]], ids=["one", "documents"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_transformers(processes, method, documents):
+    for logits, expected in processes.run(run_transformers, method=method, documents=documents):
+        torch.testing.assert_close(logits, expected)
+
+
+def test_example():
+    """Two processes train, and have the gradients of one."""
+    example = Path(__file__).parent.parent / "examples" / "long_context.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(example), "--check", "--steps", "2"]
+    command += ["--tokens", "203", "--layers", "1", "--hidden", "64", "--group", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "the same loss and gradients" in done.stdout
+    assert re.search(r"ring of 2, 203 tokens: \d+ tokens/s", done.stdout)
