@@ -81,6 +81,14 @@ class Pool:
             self.connections.append(ours)
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What each process returns."""
+        answers = self.ask(function, **arguments)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def ask(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """What each process returns, or the exception that it raised."""
         message = packed((function, arguments))
         for connection in self.connections:

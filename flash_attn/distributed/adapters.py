@@ -35,7 +35,7 @@ def _attention(group: Group, method: Method, order: Order) -> Callable[..., Tens
 
 
 def register_with_transformers(
-    name: str = "flash_attn_distributed",
+    name: str = "context_parallel",
     *,
     group: Group = None,
     method: Method = "ring",
@@ -52,11 +52,15 @@ def register_with_transformers(
 
     Parameters
     ----------
+    name : str
+        Without "flash", by which transformers knows implementations that it loads itself.
     group : ProcessGroup or DeviceMesh, optional
         The ranks that share a sequence. A mesh of 2 dimensions: ``mesh_flash_attn_func``.
     method : {"ring", "ulysses"}
         With a group or mesh of one dimension. "ulysses" wants contiguous order.
     """
+    if "flash" in name:
+        raise ValueError(f"name must not have 'flash' in it, got {name!r}")
     from transformers import AttentionInterface
 
     attend = _attention(group, method, order)
