@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from benchmarks import context_parallel as cost_model
 from flash_attn import distributed
 from flash_attn.distributed import Layout, _agreement, adapters
 from flash_attn.distributed._plan import Block, Mask, Plan
@@ -543,6 +544,26 @@ def run_transformers(groups: Groups, method: str, documents: list[int] | None) -
 def test_transformers(processes, method, documents):
     for logits, expected in processes.run(run_transformers, method=method, documents=documents):
         torch.testing.assert_close(logits, expected)
+
+
+def test_model_counts_what_is_visible():
+    """Of the cost model, in blocks of all masks."""
+    random = Random(0)
+    for _ in range(300):
+        rows, cols = random.randint(1, 9), random.randint(1, 9)
+        window = random.randint(-1, 12), random.randint(-1, 12)
+        block = Block(range(rows), range(cols), window)
+        found = list(pairs(block, list(range(rows)), list(range(cols))))
+        assert cost_model.visible(block) == len(found), block
+
+
+def test_model_beside_measurements(capsys):
+    cost_model.print_anchors()
+    assert len(capsys.readouterr().out.splitlines()) == 7
+    work, ring = cost_model.Workload(2**17), cost_model.Way(4, 1)
+    contiguous = replace(ring, order="contiguous")
+    # The last rank has (2 ranks - 1) / ranks^2 of the causal work.
+    assert cost_model.efficiency(work, contiguous) < 4 / 7 < cost_model.efficiency(work, ring) < 1
 
 
 def test_example():

@@ -176,7 +176,8 @@ def attend_backward(
     rows, cols = _slice(block.rows), _slice(block.cols)
     dout, q, out = (x[:, rows] for x in (dout, q, out))
     k, v = (x[:, cols] for x in keys)
-    lse, dlse = lse[:, :, rows], None if dlse is None else dlse[:, :, rows]
+    lse = lse[:, :, rows].contiguous()  # kernels would copy it, and not remember the launch
+    dlse = None if dlse is None else dlse[:, :, rows]
     tensors = [dout, q, k, v, out, lse]
     if block.bounds is not None:
         tensors, dlse = [x[0] for x in tensors], None if dlse is None else dlse[0]
