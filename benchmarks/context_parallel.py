@@ -31,7 +31,6 @@ from benchmarks.timing import Call, sampler, time_in_turn
 from flash_attn import flash_attn_func
 from flash_attn.distributed import (
     Layout,
-    mesh_flash_attn_func,
     ring_flash_attn_func,
     shard,
     ulysses_flash_attn_func,
@@ -379,7 +378,7 @@ def contestants(a: argparse.Namespace, ranks: int, device: str) -> dict[str, Con
     }
     if 1 < a.row < ranks and ranks % a.row == 0:
         mesh = init_device_mesh(device, (ranks // a.row, a.row))
-        found["mesh"] = Contestant(partial(mesh_flash_attn_func, mesh=mesh), mesh, "zigzag")
+        found["mesh"] = Contestant(partial(ring_flash_attn_func, group=mesh), mesh, "zigzag")
     if device == "cuda":
         from torch.distributed.tensor.experimental import context_parallel
 

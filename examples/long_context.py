@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn import flash_attn_func
 from flash_attn.distributed import (
-    mesh_flash_attn_func,
     position_ids,
     ring_flash_attn_func,
     shard,
@@ -105,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if ranks % args.row:
             parser.error(f"--row must divide the number of processes, {ranks}, got {args.row}")
         group = init_device_mesh(device, (ranks // args.row, args.row))
-        attend = partial(mesh_flash_attn_func, mesh=group, seqlen=args.tokens)
+        attend = partial(ring_flash_attn_func, group=group, seqlen=args.tokens)
 
     torch.manual_seed(0)  # the same weights and tokens everywhere
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -1,4 +1,4 @@
-"""The processes of tests/test_context_parallel.py: each does what it is sent, till told to stop."""
+"""The processes of tests/test_context_parallel.py: each does what it is sent."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 PATIENCE = 30  # seconds that a test waits for a process
 
 
-def serve(rank: int, size: int, rendezvous: str, connection: Connection) -> None:
+def serve(rank: int, size: int, device: str, rendezvous: str, connection: Connection) -> None:
     """Run functions of (rank's groups, arguments) and send back what they return or raise."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=PATIENCE),
     )
-    groups = Groups(size)
+    groups = Groups(size, device)
     while (received := connection.recv_bytes()) != b"stop":
         function, arguments = torch.load(io.BytesIO(received), weights_only=False)
         try:
@@ -50,15 +52,15 @@ def packed(value: Any) -> bytes:
 class Groups:
     """Subsets of the processes, by size; and meshes, by shape."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, device: str) -> None:
+        self.size, self.device = size, device
         # Of 2, the last ones, which have other numbers in the group than in the world.
         self.of = {n: dist.new_group(range(size - n, size)) for n in (1, 2, size)}
         self.meshes = {}
         for rows in (1, 2, size):
             if size % rows == 0:
                 grid = torch.arange(size).view(rows, -1)
-                self.meshes[rows, size // rows] = DeviceMesh("cpu", grid)
+                self.meshes[rows, size // rows] = DeviceMesh(device, grid)
 
     def holds(self, members: int) -> bool:
         return dist.get_rank() >= self.size - members
@@ -67,14 +69,14 @@ class Groups:
 class Pool:
     """As many processes, which stay."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, device: str, folder: Path) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "flash_attn.distributed"])
         self.processes, self.connections = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, str(folder / "rendezvous"), theirs)
+            arguments = (rank, size, device, str(folder / "rendezvous"), theirs)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
@@ -112,8 +114,8 @@ class Pool:
 
 
 @contextmanager
-def pool(size: int, folder: Path) -> Iterator[Pool]:
-    processes = Pool(size, folder)
+def pool(size: int, device: str, folder: Path) -> Iterator[Pool]:
+    processes = Pool(size, device, folder)
     try:
         yield processes
     finally:

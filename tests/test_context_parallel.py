@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -59,8 +60,17 @@ def division_name(value: Any) -> str | None:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with pool(WORLD, tmp_path_factory.mktemp("processes")) as four:
+    with pool(WORLD, "cpu", tmp_path_factory.mktemp("processes")) as four:
         yield four
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    size = 4 if torch.cuda.device_count() >= 4 else 2
+    with pool(size, "cuda", tmp_path_factory.mktemp("processes")) as processes:
+        yield processes
 
 
 # ---- in the processes ----------------------------------------------------------------------------
@@ -73,38 +83,38 @@ def attend(
     options: dict[str, Any],
     dout: Tensor,
     dlse: Tensor,
-    change: dict[int, dict[str, Any]] | None = None,
 ) -> dict[str, Tensor] | None:
-    """A rank's part of out, lse and the gradients; ``change`` are other options of some ranks."""
+    """A rank's part of out, lse and the gradients."""
     ring, heads, order = division
     if not groups.holds(ring * heads):
         return None
-    function: Any
-    if ring > 1 and heads > 1:
-        where: Any = groups.meshes[ring, heads]
-        function, how = distributed.mesh_flash_attn_func, {"mesh": where, "order": order}
-    elif heads > 1:
-        where = groups.of[heads]
-        function, how = distributed.ulysses_flash_attn_func, {"group": where}
-    else:
-        where = groups.of[ring]
-        function, how = distributed.ring_flash_attn_func, {"group": where, "order": order}
+    where: Any = groups.of[ring * heads] if 1 in (ring, heads) else groups.meshes[ring, heads]
+    function = partial(distributed.ring_flash_attn_func, order=order, group=where)
+    if heads > 1 and ring == 1:
+        function = partial(distributed.ulysses_flash_attn_func, group=where)
     dim = tensors["q"].dim() - 3
     rank = torch.distributed.get_rank()
+    tensors = {name: x.to(groups.device) for name, x in tensors.items()}
+    options = {
+        name: x.to(groups.device) if name == "alibi_slopes" and x is not None else x
+        for name, x in options.items()
+    }
     leaves = {
         name: (x.clone() if name == "s_aux" else distributed.shard(x, dim, where, order))
         for name, x in tensors.items()
     }
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     # Only the first rank of the group draws the mask that a single process would draw.
-    torch.manual_seed(DROPOUT_SEED + rank - (WORLD - ring * heads))
-    options = {"seqlen": tensors["q"].shape[dim]} | options | (change or {}).get(rank, {})
-    out, lse, _ = function(**leaves, **options, **how, return_attn_probs=True)
-    local = distributed.shard(dout, dim, where, order), distributed.shard(dlse, -1, where, order)
-    gradients = torch.autograd.grad((out, lse), list(leaves.values()), local)
+    torch.manual_seed(DROPOUT_SEED + rank - (groups.size - ring * heads))
+    options["seqlen"] = tensors["q"].shape[dim]
+    out, lse, _ = function(**leaves, **options, return_attn_probs=True)
+    upstream = distributed.shard(dout, dim, where, order), distributed.shard(dlse, -1, where, order)
+    upstream = [x.to(groups.device) for x in upstream]
+    gradients = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
     assert out.dtype == tensors["q"].dtype
     results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    results |= {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {name: x.cpu() for name, x in results.items()}
 
 
 # ---- here ----------------------------------------------------------------------------------------
@@ -146,7 +156,7 @@ def check(processes: Pool, problem: Attention, division: Division) -> None:
         attend, division=division, tensors=tensors, options=options, dout=dout, dlse=dlse
     )
     members = division[0] * division[1]
-    answers = answers[WORLD - members :]
+    answers = answers[processes.size - members :]
     tokens = places(problem.q.shape[-3], division)
     results = {}
     for name in answers[0]:
@@ -242,6 +252,23 @@ def test_random_sizes(processes, data):
     check(processes, problem, division)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("division", DIVISIONS, ids=division_name)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", ["dense", "documents"])
+def test_on_gpus(on_gpus, layout, option, division):
+    """The same by NCCL, on the kernels where they have the options."""
+    if division[0] * division[1] > on_gpus.size:
+        pytest.skip(f"needs {division[0] * division[1]} GPUs")
+    lengths = [200, 1, 0, 700, 30]
+    options = OPTIONS[option](len(lengths) if layout == "documents" else 2, 8, "cpu")
+    sizes = {"nheads": 8, "nheads_kv": 4, "headdim": 64, "dtype": torch.bfloat16}
+    if layout == "dense":
+        check(on_gpus, self_attention(2, 801, **sizes, **options), division)
+    else:
+        check(on_gpus, packed_documents(lengths, **sizes, **options), division)
+
+
 # ---- ranks that do not call alike ----------------------------------------------------------------
 
 
@@ -262,7 +289,7 @@ def attend_otherwise(groups: Groups, changes: dict[int, dict[str, Any]], kind: s
         return distributed.ring_flash_attn_func(q, k, v, **arguments)
     if kind == "ulysses":
         return distributed.ulysses_flash_attn_func(q, k, v, **arguments)
-    return distributed.mesh_flash_attn_func(q, k, v, mesh=groups.meshes[2, 2], **arguments)
+    return distributed.ring_flash_attn_func(q, k, v, group=groups.meshes[2, 2], **arguments)
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "mesh"])

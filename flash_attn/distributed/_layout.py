@@ -140,8 +140,7 @@ def shard(x: Tensor, dim: int = 1, group: Group = None, order: Order = "zigzag")
     x : Tensor
         Of any shape; ``dim`` counts the tokens.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that share the sequence; a mesh (ring, heads) of two dimensions as
-        ``mesh_flash_attn_func`` takes it. Default: all.
+        The ranks that share the sequence, as of the attention. Default: all.
     order : {"zigzag", "contiguous"}
         As of the attention. ``ulysses_flash_attn_func`` takes "contiguous".
     """

@@ -15,11 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from flash_attn.distributed._layout import Group, Order, shard, unshard
-from flash_attn.distributed.functions import (
-    mesh_flash_attn_func,
-    ring_flash_attn_func,
-    ulysses_flash_attn_func,
-)
+from flash_attn.distributed.functions import ring_flash_attn_func, ulysses_flash_attn_func
 
 Method = Literal["ring", "ulysses"]
 
@@ -27,8 +23,6 @@ Method = Literal["ring", "ulysses"]
 def _attention(group: Group, method: Method, order: Order) -> Callable[..., Tensor]:
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
-    if isinstance(group, DeviceMesh) and group.ndim == 2:
-        return partial(mesh_flash_attn_func, mesh=group, order=order)
     if method == "ulysses":
         return partial(ulysses_flash_attn_func, group=group)
     return partial(ring_flash_attn_func, group=group, order=order)
@@ -55,9 +49,9 @@ def register_with_transformers(
     name : str
         Without "flash", by which transformers knows implementations that it loads itself.
     group : ProcessGroup or DeviceMesh, optional
-        The ranks that share a sequence. A mesh of 2 dimensions: ``mesh_flash_attn_func``.
+        The ranks that share a sequence.
     method : {"ring", "ulysses"}
-        With a group or mesh of one dimension. "ulysses" wants contiguous order.
+        Which attention. "ulysses" wants contiguous order.
     """
     if "flash" in name:
         raise ValueError(f"name must not have 'flash' in it, got {name!r}")
@@ -124,9 +118,8 @@ def context_parallel(
     As ``torch.distributed.tensor.experimental.context_parallel``: the ``buffers``, which every rank
     has whole, become this rank's tokens along ``buffer_seq_dims`` in place, in zigzag order (with
     "ulysses", contiguous), and are themselves again in the end but for ``no_restore_buffers``. The
-    mesh may have 2 dimensions, as ``mesh_flash_attn_func`` takes it. What is patched is
-    ``torch.nn.functional``'s name: call it as ``F.scaled_dot_product_attention``. An ``attn_mask``
-    raises ValueError.
+    mesh may have 2 dimensions with "ring". What is patched is ``torch.nn.functional``'s name: call
+    it as ``F.scaled_dot_product_attention``. An ``attn_mask`` raises ValueError.
     """
     buffers, dims = buffers or [], buffer_seq_dims or []
     if len(buffers) != len(dims):
@@ -134,7 +127,7 @@ def context_parallel(
             f"buffer_seq_dims must have one dimension for each of {len(buffers)} buffers, "
             f"got {len(dims)}"
         )
-    order = _order(mesh, method)
+    order = _order(method)
     kept = {id(x) for x in no_restore_buffers or ()}
     whole = [None if id(x) in kept else x.detach().clone() for x in buffers]
     seqlen = buffers[0].shape[dims[0]] if buffers else None
@@ -181,10 +174,10 @@ def context_parallel_unshard(
     method: Method = "ring",
 ) -> list[Tensor]:
     """Return the whole tensors from what each rank has of them in ``context_parallel``."""
-    order = _order(mesh, method)
+    order = _order(method)
     with torch.no_grad():
         return [unshard(x, dim, mesh, order) for x, dim in zip(buffers, seq_dims, strict=True)]
 
 
-def _order(mesh: DeviceMesh, method: Method) -> Order:
-    return "contiguous" if method == "ulysses" and mesh.ndim == 1 else "zigzag"
+def _order(method: Method) -> Order:
+    return "contiguous" if method == "ulysses" else "zigzag"

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _arguments
@@ -51,7 +50,9 @@ def ring_flash_attn_func(
     """Attention of this rank's queries to the keys of all ranks, which come to it in turn.
 
     Any number of ranks will do, whatever the number of heads. K and V travel with ``nheads_kv``
-    heads, and only to ranks that see them.
+    heads, and only to ranks that see them. On a mesh of two dimensions, rings go along the first,
+    and heads are divided along the second as in ``ulysses_flash_attn_func``: the ranks of a node
+    are next to each other in the second, ``init_device_mesh("cuda", (nodes, gpus_of_a_node))``.
 
     Parameters
     ----------
@@ -65,8 +66,9 @@ def ring_flash_attn_func(
         tokens: as of every parameter that ranks share, the sum over them is the whole.
     return_attn_probs : bool
         Also return the log-sum-exp, and None.
-    group : ProcessGroup or DeviceMesh of one dimension, optional
-        The ranks that share the sequence. Default: all.
+    group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the sequence. Default: all. Of a mesh of two dimensions, ``nheads`` is
+        a multiple of the second size.
     order : {"zigzag", "contiguous"}
         How ``shard`` has divided the tokens. Under a causal mask, zigzag gives all ranks as much
         to do.
@@ -93,11 +95,10 @@ def ring_flash_attn_func(
         If another rank has wrong arguments, or does not make this call.
 
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"
-    (2023), without forwarding: see flash_attn/distributed/_ring.py.
+    (2023), without forwarding: see flash_attn/distributed/_ring.py. The mesh: Fang and Zhao, "USP:
+    A Unified Sequence Parallelism Approach for Long Context Generative AI" (2024).
     """
     grid = grid_of(group)
-    if grid.heads is not None:
-        raise ValueError("group must be a mesh of 1 dimension, got 2: use mesh_flash_attn_func")
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, deterministic
     tensors = q, k, v, alibi_slopes, s_aux
     return _attention(grid, tensors, numbers, order, seqlen, cu_seqlens, return_attn_probs)
@@ -132,46 +133,11 @@ def ulysses_flash_attn_func(
     """
     grid = grid_of(group)
     if grid.heads is not None:
-        raise ValueError("group must be a mesh of 1 dimension, got 2: use mesh_flash_attn_func")
+        raise ValueError("group must be a mesh of 1 dimension, got 2: use ring_flash_attn_func")
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, deterministic
     tensors = q, k, v, alibi_slopes, s_aux
     grid = Grid(None, grid.ring)
     return _attention(grid, tensors, numbers, "contiguous", seqlen, cu_seqlens, return_attn_probs)
-
-
-def mesh_flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    s_aux: Tensor | None = None,
-    mesh: DeviceMesh,
-    order: Order = "zigzag",
-    seqlen: int | None = None,
-    cu_seqlens: Bounds | None = None,
-) -> Any:
-    """Both: heads are divided along the second dimension of ``mesh``, rings go along the first.
-
-    The ranks of a node are next to each other in the second dimension, where all-to-all exchanges
-    are fast: ``init_device_mesh("cuda", (nodes, gpus_of_a_node))``. ``nheads`` must be a multiple
-    of its size. Arguments, results and errors are else those of ``ring_flash_attn_func``.
-
-    Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative
-    AI" (2024).
-    """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
-        raise ValueError("mesh must be a DeviceMesh of 2 dimensions")
-    numbers = dropout_p, softmax_scale, causal, window_size, softcap, deterministic
-    tensors = q, k, v, alibi_slopes, s_aux
-    return _attention(grid_of(mesh), tensors, numbers, order, seqlen, cu_seqlens, return_attn_probs)
 
 
 # ---- all of them ---------------------------------------------------------------------------------
