@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-PATIENCE = 30  # seconds that a test waits for a process
+PATIENCE = 60  # seconds that a test waits for a process
 
 
 def serve(rank: int, size: int, device: str, rendezvous: str, connection: Connection) -> None:
