@@ -70,7 +70,7 @@ class Pool:
     """As many processes, which stay."""
 
     def __init__(self, size: int, device: str, folder: Path) -> None:
-        self.size = size
+        self.size, self.device = size, device
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "flash_attn.distributed"])
         self.processes, self.connections = [], []
