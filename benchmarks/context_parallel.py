@@ -30,12 +30,11 @@ from benchmarks import plots, report
 from benchmarks.timing import Call, sampler, time_in_turn
 from flash_attn import flash_attn_func
 from flash_attn.distributed import (
-    Layout,
     ring_flash_attn_func,
     shard,
     ulysses_flash_attn_func,
 )
-from flash_attn.distributed._layout import Order
+from flash_attn.distributed._layout import Layout, Order
 from flash_attn.distributed._plan import Block, Mask, Plan, Step
 
 if TYPE_CHECKING:

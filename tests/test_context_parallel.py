@@ -41,7 +41,8 @@ from torch.nn import functional as F
 
 from benchmarks import context_parallel as cost_model
 from flash_attn import distributed
-from flash_attn.distributed import Layout, _agreement, adapters
+from flash_attn.distributed import _agreement, adapters
+from flash_attn.distributed._layout import Layout
 from flash_attn.distributed._plan import Block, Mask, Plan
 
 WORLD = 4

@@ -10,11 +10,10 @@ Each rank holds some of the tokens (``shard``) and calls the same function, with
 docs/scale-out.md says when to use which.
 """
 
-from flash_attn.distributed._layout import Layout, position_ids, shard, unshard
+from flash_attn.distributed._layout import position_ids, shard, unshard
 from flash_attn.distributed.functions import ring_flash_attn_func, ulysses_flash_attn_func
 
 __all__ = [
-    "Layout",
     "position_ids",
     "ring_flash_attn_func",
     "shard",

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_attn.distributed._layout import as_slice
+
 Heads = Sequence[Sequence[range]]
 
 
@@ -82,7 +84,7 @@ def _to_heads(
     members: dist.ProcessGroup, division: Division, heads: Heads, given: Sequence[Tensor]
 ) -> list[Tensor]:
     outgoing = [
-        [x[:, :, _slice(part)] for x, part in zip(given, parts, strict=True)]
+        [x[:, :, as_slice(part)] for x, part in zip(given, parts, strict=True)]
         for parts in zip(*heads, strict=True)  # for each rank
     ]
     own = outgoing[division.rank]
@@ -111,7 +113,7 @@ def _to_tokens(
         sums = torch.promote_types(x[0].dtype, torch.float32)
         total = x[0].new_zeros(batch, tokens, parts[-1].stop, dim, dtype=sums)
         for part, values in zip(parts, x, strict=True):
-            total[:, :, _slice(part)] += values
+            total[:, :, as_slice(part)] += values
         results.append(total.to(x[0].dtype))
     return results
 
@@ -135,7 +137,3 @@ def _exchange(
     )
     pieces = iter(received.split([size for of_rank in sizes for size in of_rank]))
     return [[next(pieces).view(*shape) for shape in of_rank] for of_rank in shapes]
-
-
-def _slice(part: range) -> slice:
-    return slice(part.start, part.stop)

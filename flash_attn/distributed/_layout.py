@@ -132,6 +132,10 @@ def of_rows(chunks: Sequence[range], rows: range) -> list[range]:
     return [x for x in found if x]
 
 
+def as_slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
+
+
 def shard(x: Tensor, dim: int = 1, group: Group = None, order: Order = "zigzag") -> Tensor:
     """Return this rank's tokens of a tensor that every rank has whole.
 

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from flash_attn import _arguments, _backends, _ops
 from flash_attn._arguments import Attention, Options, Place
 from flash_attn._backends.merging import merge
+from flash_attn.distributed._layout import as_slice
 from flash_attn.distributed._plan import Block, Plan, Step
 
 
@@ -122,7 +123,7 @@ def _backward(
                 gradients[0].add(block.cols, part_dk)
                 gradients[1].add(block.cols, part_dv)
                 if block.is_diagonal:
-                    delta[:, :, _slice(block.rows)] += part_delta
+                    delta[:, :, as_slice(block.rows)] += part_delta
         messages.wait()
         keys = following
         for total, returned in zip((dk, dv), returning, strict=False):
@@ -143,7 +144,7 @@ def attend(
 
     Each query has one block with its own token among the keys: that counts the attention sink.
     """
-    rows, cols = _slice(block.rows), _slice(block.cols)
+    rows, cols = as_slice(block.rows), as_slice(block.cols)
     q, k, v = q[:, rows], *(x[:, cols] for x in keys)
     sinks = s_aux if block.is_diagonal else None
     slopes = _slopes(call, block)
@@ -173,7 +174,7 @@ def attend_backward(
     keys: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A block's part of dq, dk and dv, from ``out`` and ``lse`` of all keys; and delta."""
-    rows, cols = _slice(block.rows), _slice(block.cols)
+    rows, cols = as_slice(block.rows), as_slice(block.cols)
     dout, q, out = (x[:, rows] for x in (dout, q, out))
     k, v = (x[:, cols] for x in keys)
     lse = lse[:, :, rows].contiguous()  # kernels would copy it, and not remember the launch
@@ -242,11 +243,7 @@ def _slopes(call: Call, block: Block) -> Tensor | None:
     slopes = call.alibi_slopes
     if slopes is None or slopes.dim() == 1 or block.documents is None:
         return slopes
-    return slopes[_slice(block.documents)]
-
-
-def _slice(rows: range) -> slice:
-    return slice(rows.start, rows.stop)
+    return slopes[as_slice(block.documents)]
 
 
 # ---- sums of blocks ------------------------------------------------------------------------------
@@ -267,7 +264,7 @@ class _Result:
             self._out, self._lse = part, part_lse
             return
         out, lse = self._sums(part_lse.dtype)
-        of_rows = out[:, _slice(rows)], lse[:, :, _slice(rows)].mT[..., None]
+        of_rows = out[:, as_slice(rows)], lse[:, :, as_slice(rows)].mT[..., None]
         merged = merge(*of_rows, part, part_lse.mT[..., None])
         for x, value in zip(of_rows, merged, strict=True):
             x.copy_(value)
@@ -302,7 +299,7 @@ class _Sum:
             shape = self._like.shape[0], self._rows, *self._like.shape[2:]
             self._value = self._like.new_zeros(shape, dtype=self._dtype)
         self._value = self._value.to(self._dtype)
-        self._value[:, _slice(rows)] += part
+        self._value[:, as_slice(rows)] += part
 
     def whole(self) -> Tensor:
         if self._value is None:
@@ -328,7 +325,7 @@ class _Messages:
             return []
         step = steps[distance]
         for x in (k, v):
-            self._send(distance, [x[:, _slice(rows)] for rows in step.sends])
+            self._send(distance, [x[:, as_slice(rows)] for rows in step.sends])
         return [self._receive(-distance, step.rows, x) for x in (k, v)]
 
     def exchange_gradients(
