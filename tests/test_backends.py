@@ -175,6 +175,15 @@ def test_dropout_that_drops_nothing(dropout_p, asked):
     assert problem()._replace(options=options).features == asked
 
 
+def test_parts_of_a_larger_problem(build):
+    """Kernels do not know where a part lies, which ALiBi and dropout ask for."""
+    build(SM80)
+    part = problem()._replace(place=_arguments.Place(nheads=2, row=8))
+    assert _backends.choose(part) == "tiled"
+    with _backends.use_backend("sm80"), pytest.raises(NotImplementedError, match="part of a"):
+        _backends.choose(part)
+
+
 def test_devices_that_are_not_there(monkeypatch):
     """A torch without CUDA, or no driver: nobody is asked for a current device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -64,6 +64,7 @@ _DESCRIPTIONS = {
     "any_alignment": "tensors that cannot be moved 16 bytes at a time",
     "pages": "a paged cache (block_table)",
     "cache_slots": "cache_batch_idx",
+    "place": "ALiBi or dropout of a part of a larger problem",
 }
 
 # What, beside a call itself, decides its launch: the backend that is forced; the shared memory of a
