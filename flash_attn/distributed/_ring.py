@@ -153,7 +153,8 @@ def attend(
     else:
         x = call.options
         numbers = x.dropout_p, x.softmax_scale, False, *block.window, x.softcap, slopes, False
-        last = sinks, x.deterministic, call.rng_state
+        in_16_bits = None, None, None, 0
+        last = sinks, x.deterministic, *in_16_bits, call.rng_state
         if block.bounds is None:
             return _ops.flash_attn_forward(q, k, v, *numbers, *last)[:2]
         lengths = call.plan.lengths(block, q.device)
