@@ -264,6 +264,7 @@ def test_random_sizes(processes, data):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("ranks")  # one set of processes for all
 @pytest.mark.parametrize("division", DIVISIONS, ids=division_name)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", ["dense", "documents"])
