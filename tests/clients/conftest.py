@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from client_helpers import Calls
+
+from clients.client_helpers import Calls
 
 # No client may look for weights: every model here is random.
 os.environ["HF_HUB_OFFLINE"] = "1"

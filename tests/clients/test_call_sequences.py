@@ -9,9 +9,9 @@ import importlib
 
 import pytest
 import torch
-from client_helpers import HEADDIM, HEADS, SEQLEN, assert_as_good_as_eager, whole
 from torch import Tensor
 
+from clients.client_helpers import HEADDIM, HEADS, SEQLEN, assert_as_good_as_eager, whole
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import (

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from client_helpers import Calls, assert_as_good_as_eager, assert_gradients
+
+from clients.client_helpers import Calls, assert_as_good_as_eager, assert_gradients
 
 pytest.importorskip("diffusers")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from client_helpers import Calls, assert_as_good_as_eager, assert_gradients
+
+from clients.client_helpers import Calls, assert_as_good_as_eager, assert_gradients
 
 pytest.importorskip("esm")
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from client_helpers import assert_as_good_as_eager, assert_gradients
+
+from clients.client_helpers import assert_as_good_as_eager, assert_gradients
 
 pytest.importorskip("einops")
 if importlib.util.find_spec("mamba_ssm") is None:

@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from client_helpers import HEADDIM, HEADS, SEQLEN, assert_as_good_as_eager, on_processes, whole
 from torch import Tensor
+
+from clients.client_helpers import (
+    HEADDIM,
+    HEADS,
+    SEQLEN,
+    assert_as_good_as_eager,
+    on_processes,
+    whole,
+)
 
 if importlib.util.find_spec("ring_flash_attn") is None:
     pytest.skip("ring_flash_attn is not installed", allow_module_level=True)

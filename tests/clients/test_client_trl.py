@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from client_helpers import Calls, assert_as_good_as_eager
+
+from clients.client_helpers import Calls, assert_as_good_as_eager
 
 for client in ("trl", "datasets", "transformers", "tokenizers"):
     pytest.importorskip(client)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from client_helpers import HEADDIM, HEADS, SEQLEN, assert_as_good_as_eager, on_processes, whole
+
+from clients.client_helpers import (
+    HEADDIM,
+    HEADS,
+    SEQLEN,
+    assert_as_good_as_eager,
+    on_processes,
+    whole,
+)
 
 pytest.importorskip("yunchang")
 
