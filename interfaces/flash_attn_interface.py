@@ -3,10 +3,9 @@
 Names, order and defaults of the arguments, and the results, are FlashAttention-3's. Tensors and
 errors are those of ``flash_attn``'s functions of the same names. Beyond FlashAttention-3 there are
 attention sinks (``s_aux``, keyword-only), every device and dtype of ``flash_attn``, and derivatives
-of softmax_lse. Not there, and refused with NotImplementedError: ``qv``,
-``attention_chunk``, ``seqused_q``, ``cu_seqlens_k_new``, ``rotary_seqlens``, and FP8 outside of KV
-caches. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are accepted and change nothing:
-``flash_attn`` schedules its kernels itself.
+of softmax_lse. Not there, and refused with NotImplementedError: ``qv``, ``attention_chunk``,
+``seqused_q``, ``cu_seqlens_k_new`` and ``rotary_seqlens``. ``pack_gqa``, ``sm_margin`` and
+``scheduler_metadata`` are accepted and change nothing: ``flash_attn`` schedules its kernels itself.
 """
 
 from typing import Any
@@ -183,9 +182,10 @@ def _flash_attn_forward(
 ) -> _Result:
     """What the functions above have in common: out, softmax_lse and two empty tensors."""
     _refuse(
-        qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q, q_descale=q_descale,
+        qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q,
         rotary_seqlens=seqlens_rotary, attention_chunk=attention_chunk or None,
     )
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     window = window_size_left, window_size_right
     in_cache = cu_seqlens_k is None and any(
         x is not None for x in (k_new, seqused_k, page_table, kv_batch_idx, leftpad_k, rotary_cos)
@@ -194,11 +194,10 @@ def _flash_attn_forward(
         out, lse = flash_attn.flash_attn_with_kvcache(
             q, k, v, k_new, v_new, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k,
             page_table, softmax_scale, causal, window, softcap, rotary_interleaved, None,
-            num_splits, True, s_aux=s_aux, k_descale=k_descale, v_descale=v_descale, out=out_,
+            num_splits, True, s_aux=s_aux, **descales, out=out_,
         )
     elif cu_seqlens_q is not None:
         _refuse(k_new=k_new, v_new=v_new, kv_batch_idx=kv_batch_idx, rotary_cos=rotary_cos)
-        _refuse(k_descale=k_descale, v_descale=v_descale)
         if cu_seqlens_k is None:
             k, v, cu_seqlens_k, seqused_k, max_seqlen_k = _cache_as_varlen(
                 k, v, cu_seqlens_q.shape[0] - 1, seqused_k, page_table
@@ -206,13 +205,12 @@ def _flash_attn_forward(
         out, lse, *_ = _ops.flash_attn_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
             causal, *window, softcap, None, False, page_table, leftpad_k, seqused_k, False, 0,
-            s_aux, deterministic, None, out_,
+            s_aux, deterministic, *descales.values(), 0, None, out_,
         )
     else:
-        _refuse(k_descale=k_descale, v_descale=v_descale)
         out, lse, _ = flash_attn.flash_attn_func(
             q, k, v, 0.0, softmax_scale, causal, window, softcap, None, deterministic, True,
-            s_aux=s_aux, out=out_,
+            s_aux=s_aux, **descales, out=out_,
         )
     return out, lse, lse.new_empty(0), lse.new_empty(0)
 

@@ -21,6 +21,8 @@ from helpers import dense, int32, layout_of, randn, random_pages, varlen
 from oracle import Attention, Decode, Storage, assert_matches_oracle
 from torch import Tensor
 
+import flash_attn
+
 device = device_fixture("cpu-tiled", "cuda-default")
 
 MODULES = ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface")
@@ -150,6 +152,22 @@ def test_varlen_in_part(fa3, device):
         *layout_of(problem),
         causal=True,
     )
+
+
+def test_fp8(fa3, device):
+    """q, k and v in e4m3, with descales: what flash_attn gives, of each kind of call."""
+    q, k, v = (torch.randn(2, 20, n, 64, device=device).to(torch.float8_e4m3fn) for n in (4, 2, 2))
+    descales = torch.rand(3, 2, 2, device=device) + 0.5
+    scaled = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True, **scaled)
+    assert not torch.equal(expected, flash_attn.flash_attn_func(q, k, v, causal=True))
+    bounds = int32([0, 20, 40], device)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    varlen = fa3.flash_attn_varlen_func(*packed, bounds, bounds, 20, 20, causal=True, **scaled)
+    cached = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=20, causal=True, **scaled)
+    for out in (fa3.flash_attn_func(q, k, v, causal=True, **scaled), varlen.view(q.shape), cached):
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("nheads_kv", [4, 2])
@@ -307,8 +325,8 @@ def test_combine(fa3, device):
             "attention_chunk",
             lambda m, x: m.flash_attn_func(x, x, x, attention_chunk=4),
         ),
-        (NotImplementedError, "q_descale", lambda m, x: m.flash_attn_func(x, x, x, q_descale=x)),
-        (NotImplementedError, "k_descale", lambda m, x: m.flash_attn_func(x, x, x, k_descale=x)),
+        (ValueError, "q_descale", lambda m, x: m.flash_attn_func(x, x, x, q_descale=x)),
+        (ValueError, "k_descale", lambda m, x: m.flash_attn_func(x, x, x, k_descale=x)),
         (
             NotImplementedError,
             "seqused_q",
@@ -334,7 +352,7 @@ def test_combine(fa3, device):
             lambda m, x: m._flash_attn_backward(x, x, x, x, x, x, sequed_k=int32([3])),
         ),
         (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x)),
-        (TypeError, "float8", lambda m, x: m.flash_attn_func(*[x.to(torch.float8_e4m3fn)] * 3)),
+        (TypeError, "float8", lambda m, x: m.flash_attn_func(*[x.to(torch.float8_e5m2)] * 3)),
     ],
 )
 def test_errors(fa3, error, message, call):
