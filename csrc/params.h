@@ -7,7 +7,16 @@
 namespace flash {
 
 // kOther is any dtype that no kernel takes.
-enum class DType : uint8_t { kFloat16, kBFloat16, kFloat8E4M3, kFloat32, kInt32, kInt64, kOther };
+enum class DType : uint8_t {
+  kFloat16,
+  kBFloat16,
+  kFloat8E4M3,
+  kInt8,
+  kFloat32,
+  kInt32,
+  kInt64,
+  kOther
+};
 
 // What a kernel is compiled for. kFull has softcap, ALiBi and dropout; on sm80 also tensors that
 // cannot be moved 16 bytes at a time, and in the forward pages. kPlain has none of them there.
@@ -147,6 +156,36 @@ void visit_numbers(ForwardParams& params, Visit visit) {
   visit_numbers(static_cast<AttentionParams&>(params), visit);
   visit("num_splits", params.num_splits);
 }
+
+// Keys that share a scale, where keys and values are quantised.
+constexpr int kScaledKeys = 128;
+
+// What the elements of an operand in 8 bits are multiplied by, all positive: entry i of head h of
+// sequence b is data[b * batch_stride + h * head_stride + i * stride]. Null: 1.
+struct Scales {
+  const float* data;
+  int64_t batch_stride, head_stride, stride;
+};
+
+// Of the operation "quantised": a forward whose operands have 8 bits, q and k of one type, v in
+// e4m3. Sequence i of packed keys has its blocks of kScaledKeys keys from block cu_seqlens_k[i] /
+// kScaledKeys + i on; a dense sequence from block 0 on.
+struct QuantisedParams : ForwardParams {
+  static constexpr std::string_view kOperation = "quantised";
+
+  // v, and what it lacks, v_low (data null: nothing), transposed and in the order of
+  // sm90/value_order.h: element (b, h, d, i), d of the head dimension, i of a key's place, lies at
+  // data + b * batch_stride + h * head_stride + d * row_stride + i. Behind the last key of a
+  // sequence, to the end of its last block, there are zeros.
+  Operand v_low;
+  int places_v;  // all places of keys
+
+  // Entries of q are tokens, those of k and v blocks of kScaledKeys keys. Of packed sequences all
+  // are counted on, and batch_stride is 0.
+  Scales q_scale, k_scale, v_scale;
+  bool q_scale_of_kv_head;  // heads of q_scale are those of k
+  float score_scale;        // softmax_scale, which is 1 in a kernel: scores have their scales then
+};
 
 struct BackwardParams : AttentionParams {
   static constexpr std::string_view kOperation = "backward";
