@@ -161,30 +161,50 @@ void visit_numbers(ForwardParams& params, Visit visit) {
 constexpr int kScaledKeys = 128;
 
 // What the elements of an operand in 8 bits are multiplied by, all positive: entry i of head h of
-// sequence b is data[b * batch_stride + h * head_stride + i * stride]. Null: 1.
+// sequence b is data[b * batch_stride + h * head_stride + i]. Entries of queries are tokens, those
+// of keys and values blocks of kScaledKeys keys. Of packed sequences all are counted on, and
+// batch_stride is 0. Null: 1.
 struct Scales {
-  const float* data;
-  int64_t batch_stride, head_stride, stride;
+  float* data;
+  int64_t batch_stride, head_stride;
 };
 
 // Of the operation "quantised": a forward whose operands have 8 bits, q and k of one type, v in
 // e4m3. Sequence i of packed keys has its blocks of kScaledKeys keys from block cu_seqlens_k[i] /
-// kScaledKeys + i on; a dense sequence from block 0 on.
+// kScaledKeys + i on, a dense one from block 0 on.
 struct QuantisedParams : ForwardParams {
   static constexpr std::string_view kOperation = "quantised";
 
-  // v, and what it lacks, v_low (data null: nothing), transposed and in the order of
-  // sm90/value_order.h: element (b, h, d, i), d of the head dimension, i of a key's place, lies at
-  // data + b * batch_stride + h * head_stride + d * row_stride + i. Behind the last key of a
-  // sequence, to the end of its last block, there are zeros.
+  // v, and what it lacks, v_low (data null: nothing), are transposed, (batch, nheads_kv, headdim_v,
+  // places_v) or (nheads_kv, headdim_v, places_v): row_stride is that of the head dimension. Keys
+  // have their places by sm90/value_order.h. Behind the last key of a sequence, to the end of its
+  // last block, there are zeros.
   Operand v_low;
-  int places_v;  // all places of keys
+  int places_v;
 
-  // Entries of q are tokens, those of k and v blocks of kScaledKeys keys. Of packed sequences all
-  // are counted on, and batch_stride is 0.
   Scales q_scale, k_scale, v_scale;
-  bool q_scale_of_kv_head;  // heads of q_scale are those of k
-  float score_scale;        // softmax_scale, which is 1 in a kernel: scores have their scales then
+  Descale q_descale;  // as k_descale and v_descale; that of v may have any sign
+  float score_scale;  // softmax_scale, which is 1 in a kernel: scores have their scales then
+};
+
+// Of the operation "quantise": q, k and v of 16 bits become what QuantisedParams has; or v of e4m3
+// alone is transposed.
+struct QuantiseParams : CallParams {
+  static constexpr std::string_view kOperation = "quantise";
+
+  Operand q;             // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
+  Operand k;             // (batch, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
+  Operand v;             // the same with headdim_v
+  Operand q_out, k_out;  // like q and k with the kernel's head dimension; q null: v alone
+  Operand v_out, v_low;  // as v and v_low of QuantisedParams; v_low null: one term
+  Scales q_scale, k_scale, v_scale;
+  int batch_q, seqlen_q;  // packed: 1, all rows
+  int batch, seqlen_k;    // seqlen_k: of a dense sequence
+  int nheads, nheads_kv, headdim, headdim_v;
+  int total_k;              // rows of packed k
+  int blocks;               // of kScaledKeys keys: of a dense sequence, or of all packed ones
+  const int* cu_seqlens_k;  // (batch + 1), or null: dense
+  const int* seqused_k;     // (batch), or null
 };
 
 struct BackwardParams : AttentionParams {

@@ -384,7 +384,9 @@ struct Epilogue {
         sinks[0] = params.s_aux[tile_rows.head_of(tile.head, first_row)];
         sinks[1] = params.s_aux[tile_rows.head_of(tile.head, first_row + 8)];
       }
-      finish_quantised_rows(softmax, sinks, scale, factors, lse, lane % 4 == 0);
+      const float descale =
+          descale_of(params.v_descale, ptx::opaque(tile.batch), ptx::opaque(tile.head_kv));
+      finish_quantised_rows(softmax, sinks, scale * descale, factors, lse, lane % 4 == 0);
     } else {
       finish_rows(softmax, scale, factors, lse, WarpTeam());
     }

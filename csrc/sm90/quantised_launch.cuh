@@ -11,16 +11,18 @@
 
 namespace flash::sm90 {
 
-// T: int8 or e4m3, of q and k. V: e4m3.
-template <typename T, typename V, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
+// T: int8 or e4m3, of q and k. V is e4m3.
+template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct QuantisedRow {
+  static_assert(std::is_same_v<T, KV>);
   using Params = QuantisedParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) & ~kDropout;
   static constexpr int kTiles = count_quantised_tiles(kHeadDim, kFeatures);
   static constexpr bool kTwoTerms = std::is_same_v<T, int8_t>;
 
   template <int kTerms, int kChoice>
-  using Config = ForwardConfig<T, V, Out, kHeadDim, kHeadDimV, kFeatures, kTerms, kChoice>;
+  using Config =
+      ForwardConfig<T, __nv_fp8_e4m3, Out, kHeadDim, kHeadDimV, kFeatures, kTerms, kChoice>;
   using Launcher = ForwardLauncher<Config<1, 0>>;
 
   static Launcher prepare(Params& params, Workspaces& wanted) {

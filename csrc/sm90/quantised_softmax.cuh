@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "common/e4m3.h"
 #include "common/sequence.h"
 #include "common/softmax.h"
 #include "params.h"
@@ -68,8 +69,7 @@ __device__ inline BlockScales block_scales(const QuantisedParams& params, const 
   const int block = first_scaled_block(params, sequence, batch) + n / kScaledKeys;
   const auto of = [&](const Scales& scales) {
     if (scales.data == nullptr) return 1.f;
-    return scales
-        .data[batch * scales.batch_stride + head * scales.head_stride + block * scales.stride];
+    return scales.data[batch * scales.batch_stride + head * scales.head_stride + block];
   };
   return {of(params.k_scale), of(params.v_scale)};
 }
@@ -84,15 +84,19 @@ struct TileScales {
   __device__ TileScales(const QuantisedParams& params, const Rows& rows, const Tile& tile,
                         const Sequence& sequence, int m_begin, int first_row) {
     const Scales& scales = params.q_scale;
+    const float common = params.score_scale * (kFull ? 1.f : kLog2e) *
+                         descale_of(params.q_descale, tile.batch, tile.head_kv) *
+                         descale_of(params.k_descale, tile.batch, tile.head_kv);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8, query = m_begin + rows.query_of(row);
-      const int head = params.q_scale_of_kv_head ? tile.head_kv : rows.head_of(tile.head, row);
-      q[half] = params.score_scale * (kFull ? 1.f : kLog2e);
       const bool valid = row < rows.rows * rows.group && query < sequence.seqlen_q;
+      q[half] = common;
       if (valid && scales.data != nullptr) {
-        q[half] *= scales.data[tile.batch * scales.batch_stride + head * scales.head_stride +
-                               (sequence.q_first + query) * scales.stride];
+        q[half] *=
+            scales
+                .data[tile.batch * scales.batch_stride +
+                      rows.head_of(tile.head, row) * scales.head_stride + sequence.q_first + query];
       }
     }
   }
