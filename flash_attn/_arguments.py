@@ -21,7 +21,9 @@ from flash_attn._numbers import scale as read_scale
 PLAIN_NUMBERS = frozenset((int, float, bool, type(None)))
 _STRIDED = torch.strided
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FP8 = torch.float8_e4m3fn  # of a quantised cache, beside q of any of _DTYPES but float64
+FP8 = torch.float8_e4m3fn  # of q, k and v; or of a cache, beside q of any of _DTYPES but float64
+FP8_LEVELS = ("fast", "balanced", "accurate")  # fp8_level 1, 2, 3: see fp8.py
+_MOST_HEADDIM = 256  # that is quantised inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,22 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     alibi_slopes: Tensor | None = None  # (nheads,) or (batch, nheads) float32
     s_aux: Tensor | None = None  # (nheads,): the logit of each head's attention sink
     num_splits: int = 0  # thread blocks that share a sequence's keys; 0: the kernel chooses
-    # (batch, nheads_kv) float32, of a cache in FP8: what its elements are multiplied by; None: 1
+    # (batch, nheads_kv) float32, of tensors in FP8: what their elements are multiplied by; None: 1
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    q_descale: Tensor | None = None
+    fp8_level: int = 0  # of FP8_LEVELS, from 1: q, k and v are to be quantised; 0: they are not
+    scales: "Scales | None" = None  # of what has been quantised so
 
     @property
     def is_quantised(self) -> bool:
-        """Whether k and v are a cache in FP8."""
+        """Whether k and v are in FP8: a cache, or with q."""
         return self.k.dtype == FP8
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the operands of the products are of 8 bits, those of the first at least."""
+        return self.fp8_level > 0 or self.q.dtype == FP8 or self.scales is not None
 
     @property
     def softmax_scale(self) -> float:
@@ -155,7 +165,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return self.q.dtype
+        return _out_dtype(self.q) if self.scales is None else self.scales.out_dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -165,6 +175,22 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     @property
     def lse_shape(self) -> tuple[int, ...]:
         return self.sizes.lse_shape
+
+
+class Scales(NamedTuple):
+    """What turns q, k and v, quantised inside, into numbers. Blocks are of SCALE_BLOCK keys.
+
+    The blocks of packed sequence i begin at cu_seqlens_k[i] // SCALE_BLOCK + i.
+    """
+
+    q: Tensor  # (batch, nheads, seqlen_q) or (nheads, total_q) float32
+    k: Tensor  # (batch, nheads_kv, blocks) or (nheads_kv, blocks) float32
+    v: Tensor  # likewise, powers of two
+    v_low: Tensor | None  # like v: to be added to it
+    out_dtype: torch.dtype
+
+
+SCALE_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +212,8 @@ def dense(
     options: "Options",
     alibi_slopes: Any = None,
     s_aux: Any = None,
+    descales: tuple[Any, Any, Any] = (None, None, None),
+    fp8_level: int = 0,
 ) -> Attention:
     """Check q (batch, seqlen_q, nheads, headdim) and k, v (batch, seqlen_k, nheads_kv, headdim)."""
     q, k, v, sizes = _check_qkv(q, k, v, rank_q=4, rank_k=4)
@@ -193,7 +221,8 @@ def dense(
     if batch_k != batch:
         raise ValueError(f"k must have the batch size of q, {batch}, got shape {_shape(k)}")
     _check_per_head(q, batch, alibi_slopes, s_aux)
-    return Attention(
+    q_descale, k_descale, v_descale = descales
+    problem = Attention(
         q,
         k,
         v,
@@ -204,7 +233,14 @@ def dense(
         options,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        q_descale=q_descale,
+        fp8_level=fp8_level,
     )
+    if problem.is_fp8 or not (q_descale is k_descale is v_descale is None):
+        _check_fp8(problem)
+    return problem
 
 
 def varlen(
@@ -218,6 +254,8 @@ def varlen(
     options: "Options",
     alibi_slopes: Any = None,
     s_aux: Any = None,
+    descales: tuple[Any, Any, Any] = (None, None, None),
+    fp8_level: int = 0,
     *,
     seqused_k: Any = None,
     leftpad_k: Any = None,
@@ -234,6 +272,7 @@ def varlen(
     max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k)
     _check_keys_of_batch(q, k, batch, seqused_k, leftpad_k, block_table)
     _check_per_head(q, batch, alibi_slopes, s_aux)
+    q_descale, k_descale, v_descale = descales
     problem = Attention(
         q,
         k,
@@ -250,7 +289,13 @@ def varlen(
         block_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        q_descale=q_descale,
+        fp8_level=fp8_level,
     )
+    if problem.is_fp8 or not (q_descale is k_descale is v_descale is None):
+        _check_fp8(problem)
     if q.is_cpu:
         _check_values_of_varlen(problem)
     return problem
@@ -273,14 +318,11 @@ def with_kvcache(
     cache_batch_idx: Any,
     cache_leftpad: Any,
     block_table: Any,
-    k_descale: Any,
-    v_descale: Any,
+    descales: tuple[Any, Any, Any],
 ) -> tuple[Attention, CacheAppend | None]:
     """Check a decoding call; the problem's ``seqused_k`` does not count the new keys yet."""
     names = ("q", "k_cache", "v_cache")
     q, k_cache, v_cache, sizes = _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
-    _check_descale("k_descale", k_descale, q, k_cache)
-    _check_descale("v_descale", v_descale, q, k_cache)
     batch = q.shape[0]
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError(
@@ -315,6 +357,10 @@ def with_kvcache(
             raise ValueError("cache_seqlens must be given with k (where to append), got None")
 
     used, known = _cache_seqlens(cache_seqlens, q, batch, capacity, seqlen_new)
+    if rotary_cos is not None and q.dtype == FP8:
+        raise NotImplementedError(
+            f"rotary_cos must be None where q has {FP8}: rotate before q and k are quantised"
+        )
     # A table for every place in the cache is enough where the host does not know the lengths.
     positions = capacity
     if known is not None:  # under a mask each query stands at a row of its own
@@ -326,6 +372,7 @@ def with_kvcache(
     if k is not None and used is not None:
         interleaved = flag("rotary_interleaved", rotary_interleaved)
         append = CacheAppend(used, k, v, rotary_cos, rotary_sin, interleaved)
+    q_descale, k_descale, v_descale = descales
     problem = Attention(
         q,
         k_cache,
@@ -343,15 +390,21 @@ def with_kvcache(
         s_aux=s_aux,
         k_descale=k_descale,
         v_descale=v_descale,
+        q_descale=q_descale,
     )
+    if problem.is_fp8 or not (q_descale is k_descale is v_descale is None):
+        _check_fp8(problem, names)
     if q.is_cpu:
         _check_values_of_cache(problem, seqlen_new)
     return problem, append
 
 
 def check_destination(name: str, given: Any, like: Tensor, shape: tuple[int, ...]) -> None:
-    """Check a tensor that a result is written to: the shape, the dtype and device of ``like``."""
-    _check_tensor(name, given, like, rank=len(shape))
+    """Check a tensor that a result is written to: the shape, the dtype and device of ``like``.
+
+    (Where that is q in FP8, the dtype of its results.)
+    """
+    _check_tensor(name, given, like, rank=len(shape), dtype=_out_dtype(like))
     if _shape(given) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {_shape(given)}")
 
@@ -403,18 +456,32 @@ def check_strided(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor (torch.strided), got a {kind}")
 
 
-def _check_tensor(name: str, value: Any, like: Tensor, rank: int, of: Tensor | None = None) -> None:
+def _out_dtype(q: Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.dtype == FP8 else q.dtype
+
+
+def _check_tensor(
+    name: str,
+    value: Any,
+    like: Tensor,
+    rank: int,
+    of: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """``value`` must be a tensor of this rank, on the device of q, ``like``.
 
-    Its dtype must be that of q, or of k_cache, ``of``.
+    Its dtype must be that of q, or of k_cache, ``of``, or ``dtype``.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout is not _STRIDED or value.is_nested:
         check_strided(name, value)
-    dtype, owner = (like.dtype, "q") if of is None else (of.dtype, "k_cache")
-    if value.dtype != dtype:
-        raise TypeError(f"{name} must have the dtype of {owner}, {dtype}, got {value.dtype}")
+    expected, owner = (like.dtype, "q") if of is None else (of.dtype, "k_cache")
+    if dtype is not None and dtype != expected:
+        if value.dtype != dtype:
+            raise TypeError(f"{name} must have the dtype {dtype}, got {value.dtype}")
+    elif value.dtype != expected:
+        raise TypeError(f"{name} must have the dtype of {owner}, {expected}, got {value.dtype}")
     if value.device != like.device:
         raise ValueError(f"{name} must be on the device of q, {like.device}, got {value.device}")
     if value.dim() != rank:
@@ -438,8 +505,8 @@ def _check_qkv(
     """Check q, k and v; return them, each copied if its last dimension is not contiguous."""
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
-    if q.dtype not in _DTYPES:
-        accepted = ", ".join(str(dtype) for dtype in _DTYPES)
+    if q.dtype not in _DTYPES and q.dtype != FP8:
+        accepted = ", ".join(str(dtype) for dtype in (*_DTYPES, FP8))
         raise TypeError(f"q must have one of the dtypes {accepted}, got {q.dtype}")
     _check_tensor(names[0], q, q, rank_q)
     if names[1] == "k_cache" and isinstance(k, Tensor) and k.dtype == FP8:
@@ -466,16 +533,46 @@ def _check_quantised(q: Tensor, k_cache: Tensor, v_cache: Any, rank: int) -> Non
         _check_tensor(name, cache, q, rank, of=k_cache)
 
 
-def _check_descale(name: str, descale: Any, q: Tensor, k_cache: Tensor) -> None:
+def _check_fp8(a: Attention, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+    """Check descales, and what products of 8-bit operands do not have."""
+    descales = (a.q_descale, a.k_descale, a.v_descale)
+    for letter, name, x, descale in zip("qkv", names, (a.q, a.k, a.v), descales, strict=True):
+        _check_descale(f"{letter}_descale", descale, a, x, name)
+    if not a.is_fp8:
+        return
+    if a.dropout_p > 0:
+        raise NotImplementedError(
+            f"dropout_p must be 0 where attention is computed in FP8, got {a.dropout_p}"
+        )
+    if a.fp8_level == 0:
+        return
+    if not 1 <= a.fp8_level <= len(FP8_LEVELS):
+        raise ValueError(f"fp8_level must be 0 .. {len(FP8_LEVELS)}, got {a.fp8_level}")
+    if a.q.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"q must have one of the dtypes torch.float16, torch.bfloat16 to be quantised, "
+            f"got {a.q.dtype}"
+        )
+    if a.headdim > _MOST_HEADDIM:
+        raise ValueError(
+            f"q must have a head dimension of at most {_MOST_HEADDIM} to be quantised, "
+            f"got {a.headdim}"
+        )
+    for name in ("seqused_k", "leftpad_k", "block_table"):
+        if getattr(a, name) is not None:
+            raise NotImplementedError(f"{name} must be None where keys are quantised inside")
+
+
+def _check_descale(name: str, descale: Any, a: Attention, x: Tensor, owner: str) -> None:
     if descale is None:
         return
-    if k_cache.dtype != FP8:
-        raise ValueError(f"{name} must be None unless k_cache has {FP8}, got {k_cache.dtype}")
+    if x.dtype != FP8:
+        raise ValueError(f"{name} must be None unless {owner} has {FP8}, got {x.dtype}")
     if not isinstance(descale, Tensor) or descale.dtype != torch.float32:
         raise TypeError(f"{name} must be a torch.float32 tensor, got {_kind(descale)}")
-    if descale.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {descale.device}")
-    expected = (q.shape[0], k_cache.shape[2])
+    if descale.device != x.device:
+        raise ValueError(f"{name} must be on the device of q, {x.device}, got {descale.device}")
+    expected = (a.batch, a.nheads_kv)
     if _shape(descale) != expected:
         raise ValueError(
             f"{name} must have shape (batch, nheads_kv) = {expected}, got {_shape(descale)}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn import _arguments, _backends, _numbers
-from flash_attn._arguments import Attention
+from flash_attn._arguments import FP8, Attention
 from flash_attn._backends import Remember, cuda, tiled
 from flash_attn._backends.philox import draw_rng_state
 
@@ -53,13 +53,18 @@ def _dense_problem(
     return_softmax: bool,
     s_aux: Tensor | None = None,
     deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    fp8_level: int = 0,
     rng_state: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Attention:
     """Forward over dense sequences.
 
     ``rng_state``, (2,) int64, is the seed and offset of the dropout mask; None: drawn from
-    PyTorch's generator.
+    PyTorch's generator. With an ``fp8_level`` (1, 2 or 3 of FP8_LEVELS) q, k and v are quantised
+    first; the gradients are those of 16 bits, from this out and softmax_lse.
 
     Returns
     -------
@@ -78,7 +83,8 @@ def _dense_problem(
         softcap,
         deterministic,
     )
-    return _arguments.dense(q, k, v, options, alibi_slopes, s_aux)
+    descales = (q_descale, k_descale, v_descale)
+    return _arguments.dense(q, k, v, options, alibi_slopes, s_aux, descales, fp8_level)
 
 
 def _varlen_problem(
@@ -104,6 +110,10 @@ def _varlen_problem(
     num_splits: int = 0,
     s_aux: Tensor | None = None,
     deterministic: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    fp8_level: int = 0,
     rng_state: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Attention:
@@ -133,6 +143,8 @@ def _varlen_problem(
         options,
         alibi_slopes,
         s_aux,
+        (q_descale, k_descale, v_descale),
+        fp8_level,
         block_table=block_table,
         leftpad_k=leftpad_k,
         seqused_k=seqused_k,
@@ -275,6 +287,7 @@ def _flash_attn_with_kvcache(
     alibi_slopes: Tensor | None,
     num_splits: int,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out: Tensor | None = None,
@@ -306,8 +319,7 @@ def _flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
-        k_descale=k_descale,
-        v_descale=v_descale,
+        descales=(q_descale, k_descale, v_descale),
     )
     if out is not None:  # before the cache changes
         _arguments.check_destination("out", out, q, problem.out_shape)
@@ -371,7 +383,7 @@ def _run_forward(
     if _arguments.has_no_data(q):
         probs_shape = (problem.batch, problem.nheads, *tiled.probs_seqlens(problem))
         return (
-            q.new_empty(problem.out_shape),
+            q.new_empty(problem.out_shape, dtype=problem.out_dtype),
             q.new_empty(problem.lse_shape, dtype=problem.compute_dtype),
             q.new_empty(probs_shape) if return_softmax else None,
         )
@@ -557,7 +569,7 @@ def _operator(
             raise NotImplementedError(no_gradient)
         if is_attention:
             problem = arguments(*args)
-            if _backends.choose(problem) == "tiled":
+            if _backends.choose(problem) == "tiled" and not problem.is_fp8:
                 return_softmax = args[i_softmax] and problem.dropout_p > 0
                 return tiled.differentiable_forward(problem, args[i_state], return_softmax)
         return function.apply(*operands)
@@ -580,8 +592,11 @@ def _operator(
         if not special and not wants_gradient(args, tensors):
             output = plain(*args)
         elif not special and is_attention and args[-1] is None and _are_plain(numbers_of(args)):
+            _refuse_gradient_in_fp8(args)
             output = apply_eager(args)
         else:
+            if is_attention:
+                _refuse_gradient_in_fp8(args)
             if watched:
                 for i in tensors:
                     if isinstance(args[i], Tensor):
@@ -652,6 +667,15 @@ def _has_tangent(given: Sequence[Any]) -> bool:
     return forward_ad._current_level >= 0 and any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in given
     )
+
+
+def _refuse_gradient_in_fp8(args: Sequence[Any]) -> None:
+    q = args[0]
+    if isinstance(q, Tensor) and q.dtype == FP8 and (wants_gradient(args) or _has_tangent(args)):
+        raise NotImplementedError(
+            f"q, k and v of {FP8} have no derivative: give flash_attn.fp8.flash_attn_fp8_func "
+            "those of 16 bits, or call within torch.no_grad()"
+        )
 
 
 def _carry_scale(q: Tensor, scale: Any) -> tuple[Tensor, Any]:
@@ -764,7 +788,7 @@ def _gradients_function(
 
         if torch.is_grad_enabled() and not _is_watched(inputs):  # create_graph=True
             problem = problem_of(*inputs)
-            if _backends.choose(problem, "backward") == "tiled":
+            if _backends.choose(problem, "backward") == "tiled" and not problem.is_fp8:
                 by_name = dict(zip(names, inputs, strict=True))
                 wanted = {n for n, needs in zip(names, needed, strict=False) if needs}
                 recorded = _recorded_gradients(problem_of, by_name, wanted, dout, dlse)

@@ -28,11 +28,16 @@ s_aux : (nheads,) floating point, optional
     Attention sinks: one learnable logit per head that takes part in the softmax and has no value
     (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024). The log-sum-exp
     includes it.
+q_descale, k_descale, v_descale : (batch, nheads_kv) float32, optional
+    Of q, k and v in float8_e4m3fn alone: what their elements are multiplied by, those of q by the
+    descale of the key head that they read; None means 1.
 out : Tensor, optional
     Where to write the result; not where a gradient is wanted.
 
-Tensors are float16, bfloat16, float32 or float64, all of one dtype and device, with any strides; q,
-k and v that are not contiguous in the last dimension are copied. Numbers may be NumPy's, or tensors
+Tensors are float16, bfloat16, float32, float64 or float8_e4m3fn, all of one dtype and device, with
+any strides. In float8_e4m3fn the probabilities, too, are rounded to it; the result is bfloat16, and
+there is no dropout and no gradient (``flash_attn.fp8`` quantises inside and has one). q, k and v
+that are not contiguous in the last dimension are copied. Numbers may be NumPy's, or tensors
 of one element, which are read (one on a GPU synchronises). ``nheads`` must be a multiple of
 ``nheads_kv``: query head h reads key head h // (nheads / nheads_kv). The head dimension of v may
 differ from that of q and k. Wrong types and dtypes raise TypeError, other wrong arguments
@@ -71,6 +76,9 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
     """Attention over sequences of equal length. The module's docstring has the options and errors.
@@ -105,6 +113,10 @@ def flash_attn_func(
         return_attn_probs,
         s_aux,
         deterministic,
+        q_descale,
+        k_descale,
+        v_descale,
+        0,
         None,
         out,
     )
@@ -124,6 +136,9 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
     """``flash_attn_func`` with kv (batch, seqlen_k, 2, nheads_kv, headdim), read in place."""
@@ -141,6 +156,9 @@ def flash_attn_kvpacked_func(
         deterministic,
         return_attn_probs,
         s_aux=s_aux,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         out=out,
     )
 
@@ -157,6 +175,9 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
     """``flash_attn_func`` with qkv (batch, seqlen, 3, nheads, headdim), read in place."""
@@ -174,6 +195,9 @@ def flash_attn_qkvpacked_func(
         deterministic,
         return_attn_probs,
         s_aux=s_aux,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         out=out,
     )
 
@@ -197,6 +221,9 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
     """Attention over packed sequences of different lengths, without padding.
@@ -245,6 +272,10 @@ def flash_attn_varlen_func(
         0,
         s_aux,
         deterministic,
+        q_descale,
+        k_descale,
+        v_descale,
+        0,
         None,
         out,
     )
@@ -268,6 +299,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
     """``flash_attn_varlen_func`` with kv (total_k, 2, nheads_kv, headdim), read in place."""
@@ -289,6 +323,9 @@ def flash_attn_varlen_kvpacked_func(
         deterministic,
         return_attn_probs,
         s_aux=s_aux,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         out=out,
     )
 
@@ -307,6 +344,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
     """``flash_attn_varlen_func`` with qkv (total, 3, nheads, headdim), read in place."""
@@ -328,6 +368,9 @@ def flash_attn_varlen_qkvpacked_func(
         deterministic,
         return_attn_probs,
         s_aux=s_aux,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         out=out,
     )
 
@@ -354,6 +397,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out: Tensor | None = None,
@@ -367,7 +411,7 @@ def flash_attn_with_kvcache(
     nheads_kv,
         headdim) with block_table; any strides, updated in place. Of the dtype of q, or both of
         torch.float8_e4m3fn, which halves their memory and what a step reads; q then is of 16 bits
-        (or of float32, where PyTorch operations attend).
+        (or of float32, where PyTorch operations attend), or in float8_e4m3fn as well.
     k, v : (batch, seqlen_new, nheads_kv, headdim), optional
         Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before
         attending.
@@ -388,10 +432,11 @@ def flash_attn_with_kvcache(
     num_splits : int
         Thread blocks that share one sequence's cache; 0 lets the library choose. Only the speed
         depends on it.
-    k_descale, v_descale : (batch, nheads_kv) float32, optional
-        Of caches in float8_e4m3fn: an element stands for itself times the descale of the batch row
+    q_descale, k_descale, v_descale : (batch, nheads_kv) float32, optional
+        Of tensors in float8_e4m3fn: an element stands for itself times the descale of the batch row
         that reads it, and of its head; None means 1. What is appended is divided by it and rounded
-        to nearest, at most +-448. Any strides: ``scale.expand(batch, nheads_kv)`` will do.
+        to nearest, at most +-448; with q in float8_e4m3fn, k and v are too, and are copied. Any
+        strides: ``scale.expand(batch, nheads_kv)`` will do.
 
     Returns
     -------
@@ -420,6 +465,7 @@ def flash_attn_with_kvcache(
         alibi_slopes,
         num_splits,
         s_aux,
+        q_descale,
         k_descale,
         v_descale,
         out,

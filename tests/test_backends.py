@@ -102,8 +102,8 @@ def cache_in_fp8(headdim: int, seqlen_q: int, dtype: torch.dtype) -> _arguments.
     cache = torch.zeros(2, 300, 2, headdim).to(torch.float8_e4m3fn)
     options = _arguments.options(0.0, None, True, -1, -1, 0.0, False)
     names = ("rotary_cos", "rotary_sin", "rotary_interleaved", "cache_seqlens", "cache_batch_idx")
-    names += ("cache_leftpad", "block_table", "k_descale", "v_descale")
-    nothing = dict.fromkeys(names)
+    nothing = dict.fromkeys((*names, "cache_leftpad", "block_table"))
+    nothing["descales"] = (None, None, None)
     return _arguments.with_kvcache(q, cache, cache, None, None, options, None, None, **nothing)[0]
 
 
@@ -189,7 +189,7 @@ def test_devices_that_are_not_there(monkeypatch):
 def test_missing_kernels_are_told_once(build):
     build([])
     given = problem()
-    on_gpu = given._replace(q=SimpleNamespace(device=torch.device("cuda", 0)))
+    on_gpu = given._replace(q=SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16))
     _backends._warn_of_missing_kernels.cache_clear()
     with pytest.warns(UserWarning, match="without CUDA kernels.*FLASH_ATTN_REQUIRE_CUDA"):
         assert _backends.choose(on_gpu) == "tiled"

@@ -241,7 +241,8 @@ def test_errors(changed, error, words):
 @pytest.mark.parametrize("name", ["k_descale", "v_descale"])
 def test_descale_is_for_fp8(name):
     cache = torch.zeros(2, 8, 2, 32, **BF16)
-    with pytest.raises(ValueError, match=f"{name} must be None unless k_cache has .*float8_e4m3fn"):
+    words = f"{name} must be None unless {name[0]}_cache has .*float8_e4m3fn"
+    with pytest.raises(ValueError, match=words):
         flash_attn_with_kvcache(
             **arguments(k_cache=cache, v_cache=cache, **{name: torch.ones(2, 2)})
         )

@@ -47,8 +47,8 @@ def choose(problem: Attention, operation: str = "forward") -> str:
     """Return the backend that runs ``problem``; forward and backward may run on different ones."""
     if (forced := cuda.forced_backend()) is not None:
         return _forced_backend(problem, forced, operation)
-    if problem.is_quantised:  # kernels that no GPU has run yet: only where they are forced
-        return "tiled"
+    if problem.is_quantised or (problem.is_fp8 and operation == "forward"):
+        return "tiled"  # the kernels, if any, have run on no GPU yet: only where they are forced
     for backend in _built_backends(problem.q.device, operation):
         if cuda.unsupported(problem, backend, operation) is None:
             return backend

@@ -33,6 +33,7 @@ def covers(a: Attention) -> bool:
         and a.window_right <= 0
         and a.features <= _FEATURES
         and not a.is_quantised
+        and not a.is_fp8
         and a.softmax_scale > 0  # else a masked score may be 0 * -inf
         and a.q.dtype in _DTYPES
         and not (a.q.dtype == torch.bfloat16 and a.max_seqlen_q == 1)  # 2.4 times as long as tiles

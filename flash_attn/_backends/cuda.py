@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:  # not built; an extension that is there bu
 
 # Tensors of (..., heads, headdim) beside q, k and v.
 _OPERANDS = {"out", "dout", "dq", "dk", "dv"}
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "e4m3"}
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "e4m3", torch.int8: "int8"}
 _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 
 # Rows, pairs of a query and a head of the group that reads the same keys, of a tile of the decode
@@ -131,7 +131,9 @@ def unsupported(problem: Attention, backend: str, operation: str) -> str | None:
 
     ``operation`` is "forward" or "backward".
     """
-    if problem.is_quantised:  # whatever the number of its queries
+    if problem.fp8_level > 0 and operation == "forward":
+        return "has no kernel that quantises q, k and v"
+    if problem.is_quantised and not problem.is_fp8:  # whatever the number of its queries
         operation = "decode"
     found = _kernel(problem, backend, operation, _are_aligned(problem))
     return found if isinstance(found, str) else None
@@ -361,7 +363,7 @@ def forward(
     tensors = _tensors(problem, rng_state)
     tensors["s_aux"] = None if s_aux is None else s_aux.float().contiguous()
     tensors["block_table"] = _contiguous(problem.block_table)
-    tensors |= {"k_descale": problem.k_descale, "v_descale": problem.v_descale}
+    tensors |= {f"{x}_descale": getattr(problem, f"{x}_descale") for x in "qkv"}
     if problem.block_table is not None and problem.cu_seqlens_k is not None:
         tensors |= {"cu_seqlens_k": None, "seqused_k": _lengths_in_pages(problem)}
     results = {}
@@ -527,6 +529,8 @@ def _kernel_of_tokens(operation: str, backend: str, x: Tensor, cache: Tensor) ->
 
 def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:
     """Whether a decode kernel runs the forward. (A tile shape that is forced is the forward's.)"""
+    if problem.is_fp8:
+        return False
     if problem.is_quantised:
         return True
     forced = _settings["decode"]

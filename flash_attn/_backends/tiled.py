@@ -20,14 +20,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn._arguments import FP8, Attention, CacheAppend, dense
+from flash_attn._arguments import FP8, SCALE_BLOCK, Attention, CacheAppend, dense
 from flash_attn._backends import cpu
 from flash_attn._backends.philox import dropout_keep_mask
+from flash_attn._backends.quantisation import first_scale_blocks, quantised, to_fp8
 from flash_attn._backends.rotation import rotate
 
 BLOCK = 128  # rows and columns of a tile are multiples of this, and of 16 for the dropout mask
 MAX_SCORES = 2**22  # of one tile on a GPU, over all batches and heads: enough work for each launch
 MAX_KEY_ELEMENTS = 2**24  # of one tile of K where there are few queries
+LOG2_E = math.log2(math.e)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -81,6 +83,8 @@ def differentiable_forward(
 
 
 def _attend(a: Attention, rng_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    if a.is_fp8:
+        return _attend_in_fp8(quantised(a) if a.fp8_level > 0 else a)
     return cpu.forward(a) if cpu.covers(a) else _attend_by_tiles(a, rng_state)
 
 
@@ -118,6 +122,69 @@ def _attend_by_tiles(
         all_out.write(rows, acc / row_sum)
         all_lse.write(rows, row_max + row_sum.log())
     return all_out.rows.view(a.out_shape), _lse_layout(a, all_lse.rows)
+
+
+P_SCALE = 2.0**8  # P, at most 1, times this makes the most of e4m3, which ends at 448
+
+
+def _attend_in_fp8(a: Attention) -> tuple[Tensor, Tensor]:
+    """The same with operands of 8 bits: P, too, is rounded to e4m3. Exponents are of 2.
+
+    The scale of V, 2^e for each block of keys, goes into the exponent: then P' = 2^e P, and O sums
+    P' V without it. The reference is the largest of P', so that what is rounded is relative to what
+    matters in O. The row sum adds P = P' 2^-e, which is not rounded. The attention sink joins last,
+    as no reference.
+    """
+    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
+    device, group = a.q.device, a.nheads // max(1, a.nheads_kv)
+    all_out = _RowBuffer(queries, (a.nheads, a.headdim_v), a.out_dtype, 0.0, device)
+    all_lse = _RowBuffer(queries, (a.nheads, 1), torch.float32, -torch.inf, device)
+    for rows in _blocks(queries.max_length, _block(a)):
+        q = queries.read(a.q, rows, _per_query_head(a.q_descale, group))
+        if a.scales is not None:
+            q = q * queries.read(_query_layout(a.scales.q), rows)
+        reference = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        row_sum, acc = torch.zeros_like(reference), q.new_zeros(*q.shape[:-1], a.headdim_v)
+        for cols in _visible_blocks(a, queries, keys, rows):
+            k, v = keys.read(a.k, cols, a.k_descale), keys.read(a.v, cols)
+            v_scale = v.new_ones(1, 1, 1, 1)
+            if a.scales is not None:
+                k = k * _scales_of_keys(a, a.scales.k, cols)
+                v_scale = _per_query_head(_scales_of_keys(a, a.scales.v, cols), group).mT
+                if a.scales.v_low is not None:
+                    v = v + keys.read(a.scales.v_low, cols)
+            scores = _scores(a, queries, keys, q, k, rows, cols).masked
+            exponent = scores * LOG2_E + v_scale.log2()  # of P'
+            new_reference = torch.maximum(reference, exponent.amax(-1, keepdim=True))
+            finite = _finite(new_reference)
+            p = torch.exp2(exponent - finite)
+            rescale = torch.exp2(reference - finite)
+            row_sum = row_sum * rescale + (p / v_scale).sum(-1, keepdim=True)
+            acc = acc * rescale + _matmul(to_fp8(p * P_SCALE).float(), v)
+            reference = new_reference
+        log2_sum = reference + row_sum.log2()  # -inf for no visible key
+        if a.s_aux is not None:
+            log2_sum = torch.logaddexp2(log2_sum, LOG2_E * a.s_aux.float()[:, None, None])
+        out = acc * torch.exp2(reference - _finite(log2_sum)) / P_SCALE
+        if a.v_descale is not None:
+            out = out * _per_query_head(a.v_descale, group)[:, :, None, None]
+        all_out.write(rows, out)
+        all_lse.write(rows, log2_sum / LOG2_E)
+    return all_out.rows.view(a.out_shape), _lse_layout(a, all_lse.rows)
+
+
+def _per_query_head(x: Any, group: int) -> Any:
+    """(batch, nheads_kv, ...) to (batch, nheads, ...)."""
+    return x if x is None or group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _scales_of_keys(a: Attention, scale: Tensor, cols: range) -> Tensor:
+    """Return the scale of each of these keys, (batch, nheads_kv, n, 1)."""
+    block = torch.arange(cols.start, cols.stop, device=scale.device) // SCALE_BLOCK
+    if a.cu_seqlens_k is None:
+        return scale[:, :, block, None]
+    block = first_scale_blocks(a.cu_seqlens_k)[:, None] + block
+    return scale[:, block.clamp(0, scale.shape[1] - 1)].transpose(0, 1)[..., None]
 
 
 @_plain_arithmetic
@@ -288,7 +355,7 @@ def _goes_by_sequence(a: Attention) -> bool:
     together. (The dropout mask counts the sequences of the batch, so they stay together; so do
     those of a cache in FP8.)
     """
-    if a.q.device.type != "cpu" or a.drops or a.is_quantised:
+    if a.q.device.type != "cpu" or a.drops or a.is_quantised or a.is_fp8:
         return False
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
     if queries.whole and keys.whole:
@@ -524,13 +591,6 @@ class _RowBuffer:
             self._buffer[self._index(block)] += tile.transpose(1, 2)
 
 
-def _quantised(x: Tensor, descale: Tensor | None) -> Tensor:
-    """(batch, seqlen, heads, dim) / descale, (batch, heads), to the nearest numbers of FP8."""
-    x = x.float() if descale is None else x.float() / descale[:, None, :, None]
-    most = torch.finfo(FP8).max  # beyond it PyTorch's conversion gives NaN
-    return x.clamp(-most, most).to(FP8)
-
-
 def _write_rows(
     cache: Tensor, index: Tensor, rows: Tensor, writable: Tensor, descale: Tensor | None
 ) -> None:
@@ -540,7 +600,9 @@ def _write_rows(
     writes to one place differ; if there is none, it writes back what the cache holds.
     """
     if cache.dtype == FP8:  # PyTorch moves bytes everywhere
-        cache, rows = cache.view(torch.uint8), _quantised(rows, descale).view(torch.uint8)
+        if rows.dtype != FP8:
+            rows = to_fp8(rows if descale is None else rows.float() / descale[:, None, :, None])
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     seqlen = cache.shape[1]
     index, writable, rows = index.flatten(), writable.flatten(), rows.flatten(0, 1)
     first = writable.int().argmax(dim=0, keepdim=True)

@@ -1,0 +1,168 @@
+"""Quantisation of q, k and v of 16 bits, in PyTorch operations: the pass before attention in FP8.
+
+q and k are rotated by a random orthogonal matrix, which spreads outliers over all columns and
+leaves their products as they are (Ashkboos et al., "QuaRot", 2024; Shah et al.,
+"FlashAttention-3", 2024), then rounded to int8 or e4m3: q with a scale for each row, k with one for
+each block of SCALE_BLOCK keys. v becomes e4m3 with a power of two for each block, or the sum of two
+such terms. Every scale comes from the rows that it belongs to: one pass over the inputs is enough.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flash_attn._arguments import FP8, FP8_LEVELS, SCALE_BLOCK, Attention, Scales
+
+HEADDIMS = (64, 96, 128, 192, 256)  # that q and k are rotated in, zeros behind their columns
+LEAST_V_EXPONENT = -64  # of v_scale: P' of a block with a smaller one could underflow
+
+# Bits of the fraction of pi, that of column i in bit i % 32 of word i // 32: 1 is the sign -1.
+_SIGNS = (
+    0x243F6A88,
+    0x85A308D3,
+    0x13198A2E,
+    0x03707344,
+    0xA4093822,
+    0x299F31D0,
+    0x082EFA98,
+    0xEC4E6C89,
+)
+
+
+def quantised(a: Attention) -> Attention:
+    """Return the problem with q, k and v quantised, as its ``fp8_level`` says.
+
+    int8 products make "balanced" and "accurate" several times as exact as "fast" at the same rate;
+    the second term of V makes P V as exact as they are, for half as many products again.
+    """
+    level = FP8_LEVELS[a.fp8_level - 1]
+    dtype = FP8 if level == "fast" else torch.int8
+    headdim = next(x for x in HEADDIMS if x >= a.headdim)
+    q, k, v = _rotated(a.q, headdim), _rotated(a.k, headdim), a.v.float()
+    block, count = _blocks_of_keys(a)
+    if a.is_varlen:  # NaN in the rows of no sequence is no maximum
+        k, v = (x.masked_fill((block < 0)[..., None, None], 0.0) for x in (k, v))
+    block = block.clamp(min=0)
+
+    def of_blocks(scale: Tensor) -> Tensor:
+        """(count, nheads_kv) as ``Scales`` has them."""
+        return (
+            scale.T if a.is_varlen else scale.unflatten(0, (a.batch, count // max(1, a.batch))).mT
+        )
+
+    q_scale = step(q.abs().amax(-1), dtype)
+    k_scale = step(largest_of(k, block, count), dtype)
+    v_scale = _power_of_two(largest_of(v, block, count))
+    v = v / v_scale[block][..., None]
+    v_high = to_fp8(v)
+    v_low = to_fp8(v - v_high.float()) if level == "accurate" else None
+    scales = Scales(q_scale.mT, of_blocks(k_scale), of_blocks(v_scale), v_low, a.q.dtype)
+    return a._replace(
+        q=_rounded(q / q_scale[..., None], dtype),
+        k=_rounded(k / k_scale[block][..., None], dtype),
+        v=v_high,
+        sizes=a.sizes._replace(headdim=headdim),
+        options=replace(a.options, softmax_scale=a.softmax_scale),
+        fp8_level=0,
+        scales=scales,
+    )
+
+
+def to_fp8(x: Tensor) -> Tensor:
+    """Round to e4m3: to nearest, ties to even, at most 448 in magnitude."""
+    most = torch.finfo(FP8).max  # beyond it PyTorch's conversion gives NaN
+    return x.float().clamp(-most, most).to(FP8)
+
+
+def first_scale_blocks(cu_seqlens_k: Tensor) -> Tensor:
+    """Return (batch,) int64: where the blocks of each packed sequence begin, see ``Scales``."""
+    starts = cu_seqlens_k[:-1].long()
+    return starts // SCALE_BLOCK + torch.arange(len(starts), device=starts.device)
+
+
+def _blocks_of_keys(a: Attention) -> tuple[Tensor, int]:
+    """Return the block of each row of k, -1 outside of all sequences, and how many there are."""
+    rows = torch.arange(a.sizes.rows_k[-1], device=a.k.device)
+    if a.cu_seqlens_k is None:
+        blocks = -(-len(rows) // SCALE_BLOCK)
+        first = blocks * torch.arange(a.batch, device=rows.device)[:, None]
+        return first + rows // SCALE_BLOCK, a.batch * blocks
+    count = len(rows) // SCALE_BLOCK + max(1, a.batch)
+    sequence = sequence_of_rows(a.cu_seqlens_k, len(rows))
+    if a.batch == 0:
+        return sequence, count
+    bounds = a.cu_seqlens_k.long().clamp(0, len(rows))
+    row = rows - bounds[sequence.clamp(min=0)]
+    block = first_scale_blocks(bounds)[sequence.clamp(min=0)] + row // SCALE_BLOCK
+    return block.clamp(0, count - 1).masked_fill(sequence < 0, -1), count
+
+
+def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return (total,) int64: which packed sequence each row is of, -1 for none."""
+    row = torch.arange(total, device=cu_seqlens.device)
+    bounds = cu_seqlens.long()
+    sequence = torch.searchsorted(bounds[1:], row, right=True)
+    outside = (row < bounds[0]) | (sequence >= len(bounds) - 1)
+    return sequence.masked_fill(outside, -1)
+
+
+def largest_of(x: Tensor, block: Tensor, count: int) -> Tensor:
+    """The largest magnitude of each block, (count, heads), of x (rows ..., heads, dim)."""
+    of_rows = x.abs().amax(-1).flatten(0, -2)
+    index = block.flatten()[:, None].expand_as(of_rows)
+    return of_rows.new_zeros(count, of_rows.shape[1]).scatter_reduce(0, index, of_rows, "amax")
+
+
+def step(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the largest number of ``dtype`` stands for ``largest`` with; 1 for a maximum of 0."""
+    most = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    return (largest / most).masked_fill(largest == 0, 1.0)
+
+
+def _power_of_two(largest: Tensor) -> Tensor:
+    """The least power of two that ``largest`` is within e4m3's range times; NaN if not finite."""
+    mantissa, exponent = torch.frexp(largest / torch.finfo(FP8).max)
+    exponent = exponent - (mantissa == 0.5).int()
+    exponent = exponent.masked_fill(largest == 0, LEAST_V_EXPONENT).clamp(min=LEAST_V_EXPONENT)
+    return torch.ldexp(torch.ones_like(largest), exponent) + 0 * largest
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_fp8(x) if dtype == FP8 else x.round().clamp(-127, 127).to(dtype)
+
+
+def _rotated(x: Tensor, headdim: int) -> Tensor:
+    """Return x (..., dim) in float32, with zeros up to ``headdim`` columns, times ``rotation``."""
+    x = torch.nn.functional.pad(x.float(), (0, headdim - x.shape[-1]))
+    return x @ rotation(headdim, x.device)
+
+
+def rotation(headdim: int, device: torch.device) -> Tensor:
+    """Return diag(sign) H / sqrt(headdim), orthogonal, (headdim, headdim) float32.
+
+    H is a Hadamard matrix: Sylvester's, or for 96 and 192 the Kronecker product of Paley's of 12
+    and Sylvester's. It is computed where it is used: a copy could not be captured in a CUDA graph.
+    """
+    order = 12 if headdim % 12 == 0 else 1
+    i = torch.arange(headdim // order, device=device)
+    common = i[:, None] & i
+    for shift in (4, 2, 1):  # the parity of their bits
+        common = common ^ (common >> shift)
+    hadamard = 1.0 - 2.0 * (common & 1)
+    if order > 1:
+        hadamard = torch.kron(_paley(device), hadamard)
+    bit = torch.arange(32, device=device)
+    negative = torch.cat([(word >> bit) & 1 for word in _SIGNS])[:headdim]
+    return (1.0 - 2.0 * negative)[:, None] * hadamard / math.sqrt(headdim)
+
+
+def _paley(device: torch.device) -> Tensor:
+    """The Hadamard matrix of order 12 from the squares modulo 11."""
+    squares = sum(1 << x for x in {x * x % 11 for x in range(11)})  # as bits, with 0
+    i = torch.arange(11, device=device)
+    inner = ((squares >> ((i[:, None] - i) % 11)) & 1) * 2.0 - 1.0
+    matrix = torch.nn.functional.pad(inner, (1, 0, 1, 0), value=1.0)
+    matrix[1:, 0] = -1.0
+    return matrix
