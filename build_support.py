@@ -74,7 +74,11 @@ class Kernel:
     def cost(self) -> tuple[int, int, bool]:
         """Orders kernels by how long they take to compile."""
         operations = ("append", "rotary", "quantise", "decode", "forward", "quantised", "backward")
-        return operations.index(self.operation), self.headdim + self.headdim_v, self.features == "full"
+        return (
+            operations.index(self.operation),
+            self.headdim + self.headdim_v,
+            self.features == "full",
+        )
 
 
 # Smaller head dims run in the next larger kernel, which reads them in place.

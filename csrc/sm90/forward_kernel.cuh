@@ -503,7 +503,7 @@ __device__ void consume(const typename Config::Params& params, const ForwardSche
           const typename Config::Score type{};
           scales.apply(scores, type);
           transform_and_mask(scores);
-          const Exponents exponents(scales, softmax.scale_log2, type);
+          const Exponents exponents = exponents_of(scales, softmax.scale_log2, type);
           quantised_softmax_step<kFirst>(p, softmax, scores, exponents, scales.block.v, out);
         });
       } else {

@@ -15,50 +15,15 @@
 #include <type_traits>
 
 #include "common/pack.h"
-#include "common/range.h"
-#include "common/softmax.h"
-#include "common/warp.h"
 #include "params.h"
 #include "ptx/cvt.h"
 #include "ptx/griddepcontrol.h"
 #include "sm90/rotation.cuh"
-#include "sm90/value_order.h"
+#include "sm90/scaled_blocks.cuh"
 
 namespace flash::sm90 {
 
 constexpr int kQuantiseThreads = 4 * kScaledKeys;
-
-// 128 rows of a head, from `first` on, of which `count` exist.
-struct QuantisedRows {
-  int batch, head, first, count;
-  int block;  // place of their scale and, in units of 128, of their keys
-};
-
-// Block `block` of keys. Of packed sequences all blocks are counted on (QuantisedParams).
-__device__ inline QuantisedRows keys_of_block(const QuantiseParams& params, int batch, int head,
-                                              int block) {
-  if (params.cu_seqlens_k == nullptr) {
-    const int length = params.seqused_k == nullptr
-                           ? params.seqlen_k
-                           : min(max(params.seqused_k[batch], 0), params.seqlen_k);
-    const int first = block * kScaledKeys;
-    return {batch, head, first, min(max(length - first, 0), kScaledKeys), block};
-  }
-  const auto bound = [&](int i) { return min(max(params.cu_seqlens_k[i], 0), params.total_k); };
-  int low = 0, high = params.batch - 1;  // the last sequence that begins at the block or before
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (bound(middle) / kScaledKeys + middle <= block) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const int begin = bound(low), end = bound(low + 1);
-  const int behind = (block - begin / kScaledKeys - low) * kScaledKeys;
-  if (behind < 0 || begin + behind >= end) return {0, head, 0, 0, block};
-  return {0, head, begin + behind, min(end - begin - behind, kScaledKeys), block};
-}
 
 // The larger of two, or NaN.
 __device__ inline float larger(float x, float y) { return x >= y || isnan(x) ? x : y; }

@@ -16,20 +16,14 @@
 #include "common/sequence.h"
 #include "common/softmax.h"
 #include "params.h"
-#include "ptx/cvt.h"
 #include "ptx/opaque.h"
 #include "ptx/special_functions.h"
 #include "sm90/dense_tiles.h"
+#include "sm90/e4m3_probabilities.cuh"
 #include "sm90/forward_config.cuh"
 #include "sm90/softmax.cuh"
 
 namespace flash::sm90 {
-
-// Probabilities are multiplied by 1 / kProbabilityUnit: four of them, equal to 1, are less than the
-// largest e4m3. What is below 2^-16 of the largest probability of a row counts as 0.
-constexpr float kLargestE4m3 = 448.f;
-constexpr float kProbabilityBits = 6.f;
-constexpr float kProbabilityUnit = 0x1p-6f;
 
 // Where a multiplier is zero, as of a row of zeros, -inf would become NaN. NaN stays.
 constexpr float kLeastMultiplier = 0x1p-100f;
@@ -118,59 +112,17 @@ struct NoScales {
   __device__ explicit NoScales(const Arguments&...) {}
 };
 
-// From scores as floats to exponents of 2: score * factor[r] + offset[r].
-struct Exponents {
-  float factor[2], offset[2];
-
-  template <typename Score, bool kFull>
-  __device__ Exponents(const TileScales<kFull>& scales, float scale_log2, Score) {
-    const float log2_v = __log2f(scales.block.v);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      factor[r] = kFull ? scale_log2 : at_least(scales.q[r] * scales.block.k);
-      offset[r] = kFull ? log2_v : fmaf(-kOffset<Score>, factor[r], log2_v);
-    }
-  }
-  __device__ float of(float score, int r) const { return fmaf(score, factor[r], offset[r]); }
-};
-
-// Of a lane's two rows in a block: the sum of p' / kProbabilityUnit; the largest sum of four.
-struct ProbabilitySums {
-  float all[2], largest[2];
-};
-
-// P' = exp(S) relative to the rows' references, over kProbabilityUnit, in e4m3. Pairs of two
-// neighbouring accumulators are a register of an A operand, if the values are in the order of
-// value_order.h.
-template <int kColTiles>
-__device__ ProbabilitySums exponentiate_quantised(uint32_t (&p)[kColTiles / 4][4],
-                                                  const SoftmaxState<1>& softmax,
-                                                  const float (&scores)[1][kColTiles][4],
-                                                  const Exponents& exponents) {
-  ProbabilitySums sums{};
-  float offset[2];
+template <typename Score, bool kFull>
+__device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_log2, Score) {
+  Exponents exponents;
+  const float log2_v = __log2f(scales.block.v);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    offset[r] = exponents.offset[r] + (kProbabilityBits - softmax.reference[r]);
+    const float factor = kFull ? scale_log2 : at_least(scales.q[r] * scales.block.k);
+    exponents.factor[r] = factor;
+    exponents.offset[r] = kFull ? log2_v : fmaf(-kOffset<Score>, factor, log2_v);
   }
-#pragma unroll
-  for (int n = 0; n < kColTiles / 4; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = i % 2, tile = 4 * n + i / 2 * 2;
-      float x[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float score = scores[0][tile + j / 2][2 * r + j % 2];
-        x[j] = ptx::ex2(fmaf(score, exponents.factor[r], offset[r]));
-      }
-      const float sum = (x[0] + x[1]) + (x[2] + x[3]);
-      sums.all[r] += sum;
-      sums.largest[r] = fmaxf(sums.largest[r], sum);
-      p[n][i] = ptx::pack_e4m3(x[0], x[1], x[2], x[3]);
-    }
-  }
-  return sums;
+  return exponents;
 }
 
 // As softmax_step of softmax.cuh.
