@@ -336,7 +336,7 @@ struct Consumer {
     auto& v = shared.v[warp_uniform(kv_state.stage())];
     using V = typename Config::V;
     if constexpr (Config::kQuantised) {
-      using Values = KMajor<V, Config::kHeadDimV, uint64_t, Config::kBlockN>;
+      using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
       if constexpr (Config::kTerms == 1) {
         start_multiply_accumulate<V>(out[0], p, Values(v[0]));
       } else {
@@ -436,7 +436,8 @@ __device__ void consume(const typename Config::Params& params, const ForwardSche
   // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1;
   // Beside the last matmul, or behind it. Code that does it at several places would spill with two
-  // streams, whose warps have few registers; with the full set it is slower.
+  // streams, whose warps have few registers, or with a wide quantised head; with the full set it is
+  // slower.
   constexpr bool kFinishEarly =
       Config::kStreams == 1 && !kFull && !(kQuantised && Config::kHeadDimV > 192);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
