@@ -30,6 +30,13 @@ STYLES = {
     "cudnn": ("cuDNN", "#4f9d69"),
     "fa3": ("FlashAttention-3", "#7a4e9f"),
     "flashinfer": ("FlashInfer", "#3aa6b9"),
+    "bf16": ("bf16", "#1f4e9c"),
+    "fp16": ("fp16", "#1f4e9c"),
+    "fast": ("fast: e4m3", "#c9781f"),
+    "balanced": ("balanced: int8, e4m3", "#e0a13c"),
+    "accurate": ("accurate: int8, 2 x e4m3", "#f0cf8a"),
+    "e4m3": ("e4m3, a scale a head", "#a33b2b"),
+    "fa3_e4m3": ("FlashAttention-3, e4m3", "#b79bd0"),
 }
 
 WIDTH = 8.3  # inches of a figure, that pages show at about 830 pixels: fonts keep their size there
@@ -283,6 +290,25 @@ def memory(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     heads = f"{row['nheads']} query and {row['nheads_kv']} key heads of {row['headdim']}"
     mask = "causal" if row["causal"] else "not causal"
     finish(figure, f"{title}\n{row['dtype']}, {mask}, batch 1, {heads}", names)
+    yield "", figure
+
+
+def errors(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Bars of the relative errors by head dim, a panel for each kind of inputs."""
+    rows = data["rows"]
+    names = [name for name in STYLES if any(name in row["relative"] for row in rows)]
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        percents = {name: 100 * value for name, value in row["relative"].items()}
+        panels.setdefault(row["inputs"], {})[f"head dim {row['headdim']}"] = percents
+    figure = new_figure(WIDTH, 1.4 + 2.3 * len(panels))
+    all_axes = figure.subplots(len(panels), squeeze=False).flat
+    for axes, (title, groups) in zip(all_axes, panels.items(), strict=True):
+        draw_bars(axes, groups, names)
+        axes.set_title(title)
+        axes.set_ylabel("% of out")
+    device = data["environment"]["device"]
+    finish(figure, f"Root mean square error of attention in FP8 on {device}", names)
     yield "", figure
 
 

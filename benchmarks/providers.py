@@ -19,10 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
-from benchmarks.cases import Case, Inputs, sums
+from benchmarks.cases import FP8, Case, Inputs, sums
 from benchmarks.report import OURS
 from benchmarks.timing import Call
-from flash_attn import _backends
+from flash_attn import _backends, fp8
+from flash_attn._arguments import FP8_LEVELS
 from flash_attn._backends import cuda
 
 STANDARD_MATRICES = 4  # about what standard attention holds at once, each of N x N elements
@@ -123,6 +124,47 @@ def find_providers(math_gib: float = 40.0, fa3_library: str | None = None) -> di
     }
 
 
+def fp8_providers(
+    backend: str | None = None, fa3_library: str | None = None
+) -> dict[str, Provider]:
+    """Who computes attention in FP8, by name: none of them has the numbers of the others.
+
+    The levels of ``flash_attn.fp8`` quantise within the call. Of ``e4m3`` and ``fa3_e4m3`` the
+    inputs are quantised before, without descales. ``backend`` is forced; None: chosen.
+    """
+    ours = _ours(backend)
+    return {
+        **{level: Provider(partial(_level, level=level), ours.context) for level in FP8_LEVELS},
+        "e4m3": _in_e4m3(ours),
+        "fa3_e4m3": _in_e4m3(Provider(partial(_fa3, library=fa3_library))),
+    }
+
+
+def _level(case: Case, x: Inputs, level: str) -> Forward:
+    _refuse(case, "dropout_p", "queries", "deterministic")
+    options: dict[str, Any] = {
+        "causal": case.causal,
+        "window_size": case.window_size,
+        "softcap": case.softcap,
+        "alibi_slopes": x.alibi_slopes,
+        "level": level,
+    }
+    if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
+        return partial(fp8.flash_attn_fp8_func, x.q, x.k, x.v, **options)
+    lengths = (x.cu_seqlens_q, x.cu_seqlens_k, *case.longest)
+    return partial(fp8.flash_attn_fp8_varlen_func, x.q, x.k, x.v, *lengths, **options)
+
+
+def _in_e4m3(provider: Provider) -> Provider:
+    def prepare(case: Case, x: Inputs) -> Forward:
+        if case.direction != "forward":
+            raise NotImplementedError("no gradient")
+        q, k, v = (tensor.detach().to(FP8) for tensor in (x.q, x.k, x.v))
+        return provider.prepare(case, x._replace(q=q, k=k, v=v))
+
+    return Provider(prepare, provider.context)
+
+
 def add_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
     """Add the options of ``chosen_providers``; the caller sets the defaults."""
     add, names = parser.add_argument, [*find_providers(), *others]
@@ -143,7 +185,7 @@ def chosen_providers(
     return {name: everyone[name] for name in names}
 
 
-def _ours(backend: str, deterministic: bool = False) -> Provider:
+def _ours(backend: str | None, deterministic: bool = False) -> Provider:
     def prepare(case: Case, x: Inputs) -> Forward:
         options: dict[str, Any] = {
             "causal": case.causal,
@@ -166,6 +208,8 @@ def _ours(backend: str, deterministic: bool = False) -> Provider:
         lengths = (x.cu_seqlens_q, x.cu_seqlens_k, *case.longest)
         return partial(flash_attn.flash_attn_varlen_func, x.q, x.k, x.v, *lengths, **options)
 
+    if backend is None:
+        return Provider(prepare)
     return Provider(prepare, lambda case: flash_attn.use_backend(backend))
 
 
@@ -292,7 +336,7 @@ def _flash_operator(case: Case, x: Inputs) -> Forward:
 
 
 @cache
-def _load_library(path: str) -> None:
+def load_library(path: str) -> None:
     torch.ops.load_library(path)
 
 
@@ -300,7 +344,7 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     if library is None:
         raise NotImplementedError("no library given (--fa3-library)")
     _refuse(case, "dropout_p", "alibi", *["append"] * case.fp8_cache)
-    _load_library(library)
+    load_library(library)
     q = x.q.to(x.k.dtype)  # beside a cache in FP8 it takes queries in FP8 alone
     left, right = case.window_size
     longest_q, longest_k = (None, None) if x.cu_seqlens_q is None else case.longest

@@ -8,7 +8,7 @@ and, on a GPU, NAME-memory.png into ``benchmarks/results/<gpu>/``. Without a GPU
 tiny.
 
 ``--losses STEPS`` trains a small GPT on the text of this repository instead: with this library and
-with PyTorch's flash attention in bf16, and in float32.
+with PyTorch's flash attention in bf16, and in float32; ``--fp8 LEVEL ...`` adds forwards in FP8.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from benchmarks.providers import (
     attempt,
     chosen_providers,
     find_providers,
+    fp8_providers,
     recorded_backends,
 )
 from benchmarks.report import OURS, ROOT, Row, figure, rounded
 from benchmarks.timing import Call, Sampler, sampler, time_in_turn
+from flash_attn._arguments import FP8_LEVELS
 from flash_attn.layers.rotary import apply_rotary_emb
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of (batch, seqlen, heads, headdim)
@@ -314,24 +316,30 @@ def train(
     """
     network, optimizer = start(shape, case.seqlen, "fp32", device)
     attend = attention_of(provider, case)
-    draw = torch.Generator().manual_seed(0)
     losses = []
     with provider.context(case):
-        for _ in range(steps):
-            starts = torch.randint(len(text) - case.seqlen, (len(case.lengths), 1), generator=draw)
-            chunks = text[starts + torch.arange(case.seqlen + 1)].long().to(device)
-            batch = chunks[:, :-1], chunks[:, 1:]
+        for batch in batches(text, case, steps, device):
             half = case.dtype == "bf16"
             losses.append(training_step(network, optimizer, batch, attend, half))
     return torch.stack(losses).tolist()
 
 
+def batches(text: Tensor, case: Case, steps: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random batches of the text, (tokens, targets), the same each time."""
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - case.seqlen, (len(case.lengths), 1), generator=draw)
+        chunks = text[starts + torch.arange(case.seqlen + 1)].long().to(device)
+        yield chunks[:, :-1], chunks[:, 1:]
+
+
 def compare_losses(a: argparse.Namespace, device: str) -> None:
     """Train with ours and PyTorch's flash attention in bf16 and in float32; record, print, plot."""
-    shape, everyone = LOSSES[device], find_providers()
     ours = flash_attn.available_backends(device)[0]
+    shape, everyone = LOSSES[device], {**find_providers(), **fp8_providers()}
     # By name in the record: who computes the attention, and in what.
     runs = {ours: (ours, "bf16"), "flash": ("flash", "bf16"), "float32": ("math", "fp32")}
+    runs |= {level: (level, "bf16") for level in a.fp8}
     text = repository_bytes()
 
     def run(name: str) -> Row:
@@ -355,6 +363,9 @@ def compare_losses(a: argparse.Namespace, device: str) -> None:
         gaps = [abs(row["loss"][name] - row["loss"]["float32"]) for row in rows]
         step = gaps.index(max(gaps))
         print(f"{name} in bf16: at most {max(gaps):.4f} from float32, at step {step}")
+    for level in a.fp8:
+        gap = max(abs(row["loss"][level] - row["loss"][ours]) for row in rows)
+        print(f"{level}: at most {gap:.4f} from {ours} in bf16")
 
 
 def case_of(model: str, shape: Shape, seqlen: int, tokens: int, dtype: str) -> Case:
@@ -380,6 +391,7 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="samples of each")
     add("--sample-ms", type=float, default=200.0, help="least length of a sample")
     add("--losses", type=int, default=0, metavar="STEPS", help="train a small GPT; 0: do not")
+    add("--fp8", nargs="+", choices=FP8_LEVELS, default=[], help="also with forwards in FP8")
     report.add_arguments(parser, "training")
     parser.set_defaults(**DEFAULTS[device])
     ours = flash_attn.available_backends(device)[0]

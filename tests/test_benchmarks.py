@@ -631,7 +631,7 @@ def test_fa3_is_given_the_cache(monkeypatch, page_size):
         calls.append((q, k, v, options))
         return torch.empty_like(q), torch.empty(0)
 
-    monkeypatch.setattr(providers, "_load_library", lambda path: None)
+    monkeypatch.setattr(providers, "load_library", lambda path: None)
     monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd), raising=False)
     case = Case("forward", "fp16", 32, True, 64, tokens=128, width=64, queries=2)
     case = case._replace(page_size=page_size)

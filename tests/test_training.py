@@ -89,18 +89,23 @@ def test_training(tmp_path, capsys):
 
 
 def test_losses(tmp_path, capsys):
-    training.main(["--losses", "12", "--tokens", "256", "--folder", str(tmp_path)])
+    options = ["--losses", "12", "--tokens", "256", "--fp8", "balanced"]
+    training.main([*options, "--folder", str(tmp_path)])
     rows = json.loads((tmp_path / "training-losses.json").read_text())["rows"]
     assert [row["step"] for row in rows] == list(range(12))
     first, last = rows[0]["loss"], rows[-1]["loss"]
-    assert set(first) == {"tiled", "flash", "float32"}
+    assert set(first) == {"tiled", "flash", "float32", "balanced"}
     for name in first:
         assert last[name] < first[name] - 0.2
         assert all(abs(row["loss"][name] - row["loss"]["float32"]) < 0.02 for row in rows)
     assert first["tiled"] != first["float32"]  # bf16 has other roundings
-    assert len((tmp_path / "training-losses.csv").read_text().splitlines()) == 1 + 12 * 3
+    assert any(row["loss"]["tiled"] != row["loss"]["balanced"] for row in rows)
+    assert len((tmp_path / "training-losses.csv").read_text().splitlines()) == 1 + 12 * 4
     gap = max(abs(row["loss"]["tiled"] - row["loss"]["float32"]) for row in rows)
-    assert f"tiled in bf16: at most {gap:.4f} from float32" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"tiled in bf16: at most {gap:.4f} from float32" in printed
+    gap = max(abs(row["loss"]["balanced"] - row["loss"]["tiled"]) for row in rows)
+    assert f"balanced: at most {gap:.4f} from tiled in bf16" in printed
     assert (tmp_path / "training-losses.png").exists() == DRAWS
 
 

@@ -123,10 +123,10 @@ def step(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _power_of_two(largest: Tensor) -> Tensor:
     """The least power of two that ``largest`` is within e4m3's range times; NaN if not finite."""
-    mantissa, exponent = torch.frexp(largest / torch.finfo(FP8).max)
-    exponent = exponent - (mantissa == 0.5).int()
-    exponent = exponent.masked_fill(largest == 0, LEAST_V_EXPONENT).clamp(min=LEAST_V_EXPONENT)
-    return torch.ldexp(torch.ones_like(largest), exponent) + 0 * largest
+    bits = (largest / torch.finfo(FP8).max).view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0).int()  # rounded up; of 2^0 it is 127
+    exponent = exponent.clamp(127 + LEAST_V_EXPONENT, 254)
+    return (exponent << 23).view(torch.float32) + 0 * largest
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
