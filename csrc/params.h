@@ -177,8 +177,8 @@ struct QuantisedParams : ForwardParams {
 
   // v, and what it lacks, v_low (data null: nothing), are transposed, (batch, nheads_kv, headdim_v,
   // places_v) or (nheads_kv, headdim_v, places_v): row_stride is that of the head dimension. Keys
-  // have their places by sm90/scaled_blocks.cuh. Behind the last key of a sequence, to the end of its
-  // last block, there are zeros.
+  // have their places by sm90/scaled_blocks.cuh. Behind the last key of a sequence, to the end of
+  // its last block, there are zeros.
   Operand v_low;
   int places_v;
 
