@@ -923,7 +923,7 @@ _GRADIENTS = {
     "dk": lambda args: args[2].shape,
     "dv": lambda args: args[3].shape,
 }
-_OTHERS = "use_backend('tiled') has derivatives of every order and mode"
+_OTHERS = "use_backend('tiled') has derivatives of every order and mode, but for flash_attn.fp8"
 _NO_SECOND = f"the gradient of attention has no derivative in its kernels; {_OTHERS}"
 
 flash_attn_backward, flash_attn_varlen_backward = (

@@ -3,15 +3,16 @@
 q, k and v are quantised in a pass over them before the attention, with scales of their own rows and
 blocks of keys; no calibration is needed. The levels say into what:
 
-=============  ====================  =====================  ======================
-level          q and k               v                      error, bf16 being 1
-=============  ====================  =====================  ======================
-``fast``       e4m3                  e4m3                   about 8
-``balanced``   int8                  e4m3                   about 5
-``accurate``   int8                  sum of two e4m3        about 1.3
-=============  ====================  =====================  ======================
+=============  ============  ==================  =======
+level          q and k       v                   error
+=============  ============  ==================  =======
+``fast``       e4m3          e4m3                8.3e-3
+``balanced``   int8          e4m3                5.8e-3
+``accurate``   int8          sum of two e4m3     2.3e-3
+=============  ============  ==================  =======
 
-The error is the root mean square on normal inputs with outliers (``benchmarks/fp8.py``). At every
+Root mean square error on normal inputs with outliers, head dim 128 (``benchmarks/fp8.py`` on a
+CPU), where attention in bfloat16 has 1.2e-3 and e4m3 with one scale a head 1.8e-2. At every
 level q and k are multiplied by the same random orthogonal matrix first, which leaves q k^T as it is
 and spreads outliers over the columns; the probabilities are rounded to e4m3; sums are float32.
 
@@ -20,7 +21,8 @@ Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and 
 so far (the tiled backend), which is slower than attention in 16 bits.
 
 The gradients are straight-through: the backward is that of the inputs in 16 bits, from the out and
-log-sum-exp of this forward (P = exp(S - lse) with S of 16 bits). They have no derivative.
+log-sum-exp of this forward (P = exp(S - lse) with S of 16 bits). They have no derivative, and there
+is no forward mode: both raise NotImplementedError.
 """
 
 from typing import Any
@@ -29,8 +31,9 @@ import torch
 from torch import Tensor
 
 from flash_attn import _arguments, _ops
-from flash_attn._arguments import FP8_LEVELS
+from flash_attn._arguments import FP8_LEVELS, _kind
 from flash_attn._backends import quantisation
+from flash_attn._numbers import integer
 from flash_attn.flash_attn_interface import _WINDOW, _window
 
 __all__ = ["flash_attn_fp8_func", "flash_attn_fp8_varlen_func", "quantize"]
@@ -185,19 +188,25 @@ def quantize(
         If x is no floating-point tensor of such a shape, or nheads_kv does not divide its heads.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"x must be a floating-point tensor, got {kind}")
+        raise TypeError(f"x must be a floating-point tensor, got {_kind(x)}")
     rank = 4 if cu_seqlens is None else 3
     if x.dim() != rank:
         raise ValueError(f"x must have {rank} dimensions, got shape {tuple(x.shape)}")
     heads = x.shape[-2]
-    groups = heads if nheads_kv is None else nheads_kv
+    groups = heads if nheads_kv is None else integer("nheads_kv", nheads_kv)
     if groups < 1 or heads % groups:
         raise ValueError(f"nheads_kv must divide the heads of x, {heads}, got {nheads_kv}")
     if cu_seqlens is None:
         batch = x.shape[0]
         sequence = torch.arange(batch, device=x.device)[:, None].expand(x.shape[:2])
     else:
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens must be a torch.int32 tensor, got {_kind(cu_seqlens)}")
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.device != x.device:
+            raise ValueError(
+                f"cu_seqlens must have shape (batch + 1,) and be on the device of x, {x.device}, "
+                f"got shape {tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
+            )
         _arguments.lengths_of("cu_seqlens", cu_seqlens, "x", x.shape[0])
         batch = cu_seqlens.shape[0] - 1
         sequence = quantisation.sequence_of_rows(cu_seqlens, x.shape[0])

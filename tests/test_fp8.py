@@ -571,6 +571,24 @@ def test_gradients_are_straight_through(device, layout, level):
         assert torch.cosine_similarity(grad.flatten(), near.flatten(), 0) > 0.98
 
 
+def test_further_derivatives_are_refused(device):
+    q = randn(1, 5, 2, 64, device=device, **BF16).requires_grad_()
+    out = flash_attn_fp8_func(q, q, q)
+    (grad,) = torch.autograd.grad(out.float().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no derivative.*but for flash_attn.fp8"):
+        grad.float().sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q.detach(), torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="no forward mode.*but for flash_attn.fp8"):
+            flash_attn_fp8_func(dual, dual, dual)
+
+
+def test_opcheck(device):
+    q, k, v = (randn(2, 9, 2, 16, device=device, **BF16).requires_grad_() for _ in "qkv")
+    operands = (q, k, v, 0.0, None, True, -1, -1, 0.0, None, False)
+    torch.library.opcheck(torch.ops.flash_attn.flash_attn_dense_forward, operands, {"fp8_level": 2})
+
+
 def test_gradients_of_sinks_lse_and_scale(device):
     leaves = [randn(2, 30, 2, 64, device=device, **BF16).requires_grad_() for _ in "qkv"]
     extra = [torch.zeros(2, device=device), torch.tensor(0.1, device=device)]
@@ -656,7 +674,11 @@ def test_quantized_cache(device):
         (([1.0],), TypeError, "list"),
         ((torch.zeros(2, 3, 4),), ValueError, "4 dimensions"),
         ((torch.zeros(2, 3, 4, 8), 3), ValueError, "divide the heads of x, 4, got 3"),
+        ((torch.zeros(2, 3, 4, 8), "a"), TypeError, "nheads_kv must be an int"),
         ((torch.zeros(3, 4, 8), None, int32([0, 4])), ValueError, "within the 3 rows"),
+        ((torch.zeros(3, 4, 8), None, [0, 3]), TypeError, "cu_seqlens must be .* got list"),
+        ((torch.zeros(3, 4, 8), None, torch.tensor([0, 3])), TypeError, "int32 .* torch.int64"),
+        ((torch.zeros(3, 4, 8), None, int32([[0, 3]])), ValueError, r"cu_seqlens .* \(1, 2\)"),
     ],
 )
 def test_quantize_errors(given, error, words):

@@ -34,8 +34,8 @@ _SIGNS = (
 def quantised(a: Attention) -> Attention:
     """Return the problem with q, k and v quantised, as its ``fp8_level`` says.
 
-    int8 products make "balanced" and "accurate" several times as exact as "fast" at the same rate;
-    the second term of V makes P V as exact as they are, for half as many products again.
+    In int8 Q K^T is several times as exact as in e4m3, at the same rate; the second term of V makes
+    P V as exact, for half as many products again.
     """
     level = FP8_LEVELS[a.fp8_level - 1]
     dtype = FP8 if level == "fast" else torch.int8
