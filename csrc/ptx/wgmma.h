@@ -51,6 +51,7 @@ __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 }
 
+// Hides from the compiler what x is: it is read no earlier.
 __device__ inline void hold(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 __device__ inline void hold(int& x) { asm volatile("" : "+r"(x)::"memory"); }
 
@@ -60,7 +61,7 @@ template <int kPending, int kTiles, typename Sum>
 __device__ inline void wgmma_wait(Sum (&d)[kTiles][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {  // or the compiler would read d earlier
+  for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) hold(d[n][j]);
   }

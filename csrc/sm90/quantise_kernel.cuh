@@ -18,6 +18,7 @@
 #include "params.h"
 #include "ptx/cvt.h"
 #include "ptx/griddepcontrol.h"
+#include "ptx/max_nan.h"
 #include "sm90/rotation.cuh"
 #include "sm90/scaled_blocks.cuh"
 
@@ -25,11 +26,9 @@ namespace flash::sm90 {
 
 constexpr int kQuantiseThreads = 4 * kScaledKeys;
 
-// The larger of two, or NaN.
-__device__ inline float larger(float x, float y) { return x >= y || isnan(x) ? x : y; }
-
+// NaN if there is any, as of all that follow.
 __device__ inline float largest_of_lanes(float x, int lanes) {
-  for (int i = 1; i < lanes; i *= 2) x = larger(x, __shfl_xor_sync(0xffffffff, x, i));
+  for (int i = 1; i < lanes; i *= 2) x = ptx::max_nan(x, __shfl_xor_sync(0xffffffff, x, i));
   return x;
 }
 
@@ -117,7 +116,7 @@ __device__ float largest_in(const float (&x)[kParts][8]) {
 #pragma unroll
   for (int i = 0; i < kParts; ++i) {
 #pragma unroll
-    for (float element : x[i]) largest = larger(largest, fabsf(element));
+    for (float element : x[i]) largest = ptx::max_nan(largest, fabsf(element));
   }
   return largest;
 }
