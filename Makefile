@@ -13,7 +13,10 @@ PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) python3)
 HAS_GPU = $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 CSRC = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test lint build gpu-check gpu-fresh clean
+CLIENTS := .venv-clients
+CLIENTS_INSTALLED := $(CLIENTS)/.installed
+
+.PHONY: help demo test test-clients lint build gpu-check gpu-fresh clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +28,9 @@ demo: $(INSTALLED)  ## run attention on the best backend present, each result ch
 
 test: build  ## run the whole test suite (tests of absent hardware are skipped)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-clients: $(CLIENTS_INSTALLED)  ## run transformers, TRL, diffusers and other clients, unmodified, on the library
+	$(CLIENTS)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
 lint: $(INSTALLED)  ## ruff, mypy, clang-format; changes nothing
 	$(VENV)/bin/ruff check .
@@ -52,4 +58,15 @@ $(INSTALLED): pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install '$(TORCH)'
 	FLASH_ATTN_SKIP_CUDA=1 FLASH_ATTN_REQUIRE_CUDA=0 $(VENV)/bin/pip install --editable '.[dev]'
+	touch $@
+
+# Clients in an environment of their own. Torch comes first, so that none of them brings another. Mamba's
+# attention is Python; its compiled scans are left out.
+$(CLIENTS_INSTALLED): pyproject.toml tests/clients/requirements.txt tests/clients/requirements-no-deps.txt
+	python3 -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install '$(TORCH)' 'setuptools>=77' wheel ninja pybind11 pytest hypothesis numpy
+	$(CLIENTS)/bin/pip install '$(TORCH)' -r tests/clients/requirements.txt
+	MAMBA_SKIP_CUDA_BUILD=TRUE $(CLIENTS)/bin/pip install --no-deps --no-build-isolation \
+		-r tests/clients/requirements-no-deps.txt
+	FLASH_ATTN_SKIP_CUDA=1 FLASH_ATTN_REQUIRE_CUDA=0 $(CLIENTS)/bin/pip install --no-deps --editable .
 	touch $@

@@ -91,7 +91,7 @@ def run_tests() -> tuple[int, Counter[str]]:
 
     options, gpus = ["--durations", "20"], torch.cuda.device_count()
     if importlib.util.find_spec("xdist"):
-        options += ["-n", str(14 * gpus)]
+        options += ["-n", str(14 * gpus), "--dist", "loadgroup"]
     if importlib.util.find_spec("pytest_timeout"):
         options += ["--timeout", "180", "--timeout-method", "thread"]
     with tempfile.TemporaryDirectory() as folder:

@@ -37,6 +37,13 @@ STYLES = {
     "accurate": ("accurate: int8, 2 x e4m3", "#f0cf8a"),
     "e4m3": ("e4m3, a scale a head", "#a33b2b"),
     "fa3_e4m3": ("FlashAttention-3, e4m3", "#b79bd0"),
+    # Of benchmarks/hbm.py and benchmarks/tiles.py.
+    "least": ("each tensor once", "#d0d0d0"),
+    "formula": ("FlashAttention, formula", "#b7dfc3"),
+    "standard_formula": ("standard attention, formula", "#e8c9b8"),
+    "0": ("tile 0", "#5b8bd0"),
+    "1": ("tile 1", "#e3b23c"),
+    "2": ("tile 2", "#4f9d69"),
 }
 
 WIDTH = 8.3  # inches of a figure, that pages show at about 830 pixels: fonts keep their size there
@@ -309,6 +316,60 @@ def errors(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
         axes.set_ylabel("% of out")
     device = data["environment"]["device"]
     finish(figure, f"Root mean square error of attention in FP8 on {device}", names)
+    yield "", figure
+
+
+def hbm(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Bars of what HBM moved by seqlen, logarithmic; a panel for each head dim and direction."""
+    rows = data["rows"]
+    moved = [{**row["moved_gb"], **row["formula_gb"]} for row in rows]
+    names = [name for name in STYLES if any(name in gb for gb in moved)]
+    panels: dict[str, dict[str, dict[str, float]]] = {}  # title to label to provider
+    for row, gb in zip(rows, moved, strict=True):
+        title = f"{row['direction']}, {row['nheads']} heads of {row['headdim']}"
+        panels.setdefault(title, {})[thousands(row["seqlen"])] = gb
+    figure = new_figure(WIDTH, 1.2 + 2.7 * len(panels))
+    all_axes = figure.subplots(len(panels), squeeze=False).flat
+    for axes, (title, groups) in zip(all_axes, panels.items(), strict=True):
+        draw_bars(axes, groups, names)
+        axes.set_yscale("log")
+        axes.set_title(title)
+        axes.set_ylabel("GB read and written")
+    all_axes[-1].set_xlabel("sequence length")
+    title = f"HBM traffic of attention on {data['environment']['device']}"
+    finish(figure, f"{title}\n{rows[0]['dtype']}, {rows[0]['tokens']} tokens, no mask", names)
+    yield "", figure
+
+
+def tiles(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Bars of the speed of each tile, that of the library's choice being 100; a panel a head dim.
+
+    Of the cases without a label, from 1024 tokens on; keys that are divided are left out.
+    """
+    panels: dict[str, dict[str, dict[str, float]]] = {}  # title to label to tile
+    for row in data["rows"]:
+        if row["us"] and not row["model"] and row["seqlen"] >= 1024:
+            label = f"{thousands(row['seqlen'])}\n{'causal' if row['causal'] else 'full'}"
+            panels.setdefault(f"head dim {row['headdim']}", {})[label] = {
+                name: 100 * row["us"]["auto"] / us
+                for name, us in row["us"].items()
+                if name.isdigit()
+            }
+    names = [
+        name
+        for name in STYLES
+        if any(name in bars for groups in panels.values() for bars in groups.values())
+    ]
+    if not names:  # all skipped
+        return
+    figure = new_figure(WIDTH, 1.2 + 2.1 * len(panels))
+    all_axes = figure.subplots(len(panels), squeeze=False).flat
+    for axes, (title, groups) in zip(all_axes, panels.items(), strict=True):
+        draw_bars(axes, groups, names)
+        axes.set_title(title)
+        axes.set_ylabel("% of the choice")
+    row, device = data["rows"][0], data["environment"]["device"]
+    finish(figure, f"Speed of the forward by tile, {row['dtype']} on {device}", names)
     yield "", figure
 
 

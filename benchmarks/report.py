@@ -110,18 +110,25 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer.writerows(lines)
 
 
+def bar(done: int, total: int) -> str:
+    return f"[{'#' * (20 * done // total):.<20}] {done}/{total}"
+
+
+def show(line: str) -> None:
+    """Print on stderr; on a terminal in place of the line before."""
+    start, end = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
+
+
 def with_progress(
     function: Callable[[T], Row], items: Sequence[T], label: Callable[[T], str]
 ) -> Iterator[Row]:
     """Yield the function's rows; a bar on stderr, or a line each where that is no terminal."""
     for done, item in enumerate(items):
-        bar = "#" * (20 * done // len(items))
-        line = f"[{bar:.<20}] {done}/{len(items)}  {label(item)}"
-        terminal = sys.stderr.isatty()
-        print(line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        show(f"{bar(done, len(items))}  {label(item)}")
         row = function(item)
-        if terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)  # erases the line
+        if sys.stderr.isatty():
+            show("")
         yield row
 
 
@@ -156,8 +163,15 @@ def print_cells(cells: dict[str, str], head: bool) -> None:
         print(*line, sep="  ", flush=True)
 
 
-def print_skipped(rows: Iterable[Row]) -> None:
-    """Print once each reason for which a provider was skipped."""
+def skipped_lines(rows: Iterable[Row]) -> list[str]:
+    """Once each reason for which a provider was skipped."""
     reasons = Counter(pair for row in rows for pair in row["skipped"].items())
-    for (provider, reason), count in reasons.items():
-        print(f"skipped {provider} in {count} cases: {reason}")
+    return [
+        f"skipped {provider} in {count} cases: {reason}"
+        for (provider, reason), count in reasons.items()
+    ]
+
+
+def print_skipped(rows: Iterable[Row]) -> None:
+    for line in skipped_lines(rows):
+        print(line)

@@ -8,6 +8,7 @@ Prints a table, writes NAME.json, with all times, and NAME.csv into ``benchmarks
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,12 +20,26 @@ from benchmarks import report
 from benchmarks.cases import DTYPES, Case, make_inputs
 from benchmarks.presets import BLOCK, PRESETS, random_cases
 from benchmarks.providers import Provider, attempt, bind, find_providers
-from benchmarks.report import Row, figure, rounded
+from benchmarks.report import ROOT, Row, figure, rounded
 from benchmarks.timing import Call, Sampler, capture_stream, sampler, time_in_turn
 from flash_attn._backends import cuda
 
 AUTO = "auto"  # the library's own choice
 MOST_TILES = 32  # of a kernel
+
+
+def tile_shapes(backend: str, headdim: int, headdim_v: int) -> dict[str, str]:
+    """Queries x keys of a plain kernel's tiles by their number, read from the kernels' source."""
+    header = {"sm90": "forward_tile.h", "sm80": "forward_config.cuh"}[backend]
+    source = re.sub("//.*", "", (ROOT / "csrc" / backend / header).read_text())
+    source = source[source.index("ForwardTile forward_tile(") :].replace("default:", "case 256:")
+    _, *parts = re.split(r"case (\d+):", source.partition("return {};")[0])
+    bodies = {int(least): body for least, body in zip(parts[::2], parts[1::2], strict=True)}
+    body = bodies[min(least for least in bodies if least >= headdim)]
+    narrow, _, same = body.partition("} else {")  # the head dim of v first, where it matters
+    body = same if same and headdim == headdim_v else narrow
+    found = re.findall(r"choice == (\d)[^{]*\{(\d+), (\d+)", body)
+    return {number: f"{queries}x{keys}" for number, queries, keys in found}
 
 
 @contextmanager
@@ -175,7 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def measure_case(case: Case) -> Row:
         blocks = case.nheads * sum(-(-queries // BLOCK) for queries, _ in case.rows)
         splits = a.splits if blocks < a.split_below else [1]
-        return measure(case, provider, splits, a.rounds, a.sample_ms)
+        row = measure(case, provider, splits, a.rounds, a.sample_ms)
+        shapes = tile_shapes(a.backend, *case.headdims)
+        names = [name for name in row["us"] if name != AUTO]
+        return {**row, "shapes": {name: shapes.get(name.split("x")[0], "") for name in names}}
 
     def label(case: Case) -> str:
         return " ".join(report.size_cells(case.described()).values())

@@ -381,6 +381,7 @@ void read(Reader& reader, ForwardParams& params) {
   read_common(reader, params);
   read_pages(reader, params);
   reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
+  reader.contiguous("seqused_before", params.seqused_before, {params.batch}, DType::kInt32);
   read_descales(reader, params);
   complete(reader, params);
 }

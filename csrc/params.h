@@ -149,12 +149,18 @@ struct ForwardParams : AttentionParams {
   float *partial_out, *partial_rows;
   // (kKeptZero): count the parts of a tile that are done. In the forward the first hands out tiles.
   int* counters;
+
+  // Of the operation "decode", where the stream's kernel before it appends to the cache: how many
+  // rows, and what seqused_k was before. Null: there is none.
+  const int* seqused_before;  // (batch)
+  int seqlen_new;
 };
 
 template <typename Visit>
 void visit_numbers(ForwardParams& params, Visit visit) {
   visit_numbers(static_cast<AttentionParams&>(params), visit);
   visit("num_splits", params.num_splits);
+  visit("seqlen_new", params.seqlen_new);
 }
 
 // Keys that share a scale, where keys and values are quantised.
@@ -260,6 +266,10 @@ struct RotaryParams : CallParams {
   const int* offsets;     // (batch): position of the first token of each sequence, or null: offset
   int offset;
 };
+
+// An append lets the attention start early for at most so many sequences: the attention's thread
+// blocks should find all SMs alike, unless all of this is short.
+constexpr int kFewSequences = 4;
 
 // New keys and values are written to a cache, and the queries rotated, before a forward.
 struct AppendParams : CallParams {

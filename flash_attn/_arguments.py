@@ -58,6 +58,16 @@ class Sizes(NamedTuple):
     lse_shape: tuple[int, ...]
 
 
+class Place(NamedTuple):
+    """Where a problem lies in a larger one, whose ALiBi and dropout mask it has."""
+
+    nheads: int  # of the larger problem
+    batch: int = 0  # the first sequence, head, query and key
+    head: int = 0
+    row: int = 0
+    column: int = 0
+
+
 class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on every call's path
     """One validated attention problem, whatever public function it came from.
 
@@ -90,6 +100,10 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     q_descale: Tensor | None = None
     fp8_level: int = 0  # of FP8_LEVELS, from 1: q, k and v are to be quantised; 0: they are not
     scales: "Scales | None" = None  # of what has been quantised so
+    # Of an append that the stream's last kernel makes: seqused_k of before, and how many rows.
+    seqused_before: Tensor | None = None
+    seqlen_new: int = 0
+    place: Place | None = None  # None: a problem of its own. Windows do not look at it.
 
     @property
     def is_quantised(self) -> bool:
@@ -136,6 +150,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
             "dropout": self.drops,
             "pages": self.block_table is not None,
             "cache_slots": self.cache_batch_idx is not None,
+            "place": self.place is not None,
         }
         return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 
@@ -216,11 +231,11 @@ def dense(
     fp8_level: int = 0,
 ) -> Attention:
     """Check q (batch, seqlen_q, nheads, headdim) and k, v (batch, seqlen_k, nheads_kv, headdim)."""
-    q, k, v, sizes = _check_qkv(q, k, v, rank_q=4, rank_k=4)
+    q, k, v, sizes = check_qkv(q, k, v, rank_q=4, rank_k=4)
     (batch, seqlen_q), (batch_k, seqlen_k) = sizes.rows_q, sizes.rows_k
     if batch_k != batch:
         raise ValueError(f"k must have the batch size of q, {batch}, got shape {_shape(k)}")
-    _check_per_head(q, batch, alibi_slopes, s_aux)
+    check_per_head(q, batch, alibi_slopes, s_aux)
     q_descale, k_descale, v_descale = descales
     problem = Attention(
         q,
@@ -262,7 +277,7 @@ def varlen(
     block_table: Any = None,
 ) -> Attention:
     """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages."""
-    q, k, v, sizes = _check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
+    q, k, v, sizes = check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
     _check_index("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_q.shape[0] < 1:
         raise ValueError("cu_seqlens_q must have shape (batch + 1,), got shape (0,)")
@@ -271,7 +286,7 @@ def varlen(
     max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k)
     _check_keys_of_batch(q, k, batch, seqused_k, leftpad_k, block_table)
-    _check_per_head(q, batch, alibi_slopes, s_aux)
+    check_per_head(q, batch, alibi_slopes, s_aux)
     q_descale, k_descale, v_descale = descales
     problem = Attention(
         q,
@@ -322,7 +337,7 @@ def with_kvcache(
 ) -> tuple[Attention, CacheAppend | None]:
     """Check a decoding call; the problem's ``seqused_k`` does not count the new keys yet."""
     names = ("q", "k_cache", "v_cache")
-    q, k_cache, v_cache, sizes = _check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
+    q, k_cache, v_cache, sizes = check_qkv(q, k_cache, v_cache, rank_q=4, rank_k=4, names=names)
     batch = q.shape[0]
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError(
@@ -336,7 +351,7 @@ def with_kvcache(
     _check_keys_of_batch(q, k_cache, batch, None, cache_leftpad, block_table, "cache_leftpad")
     if cache_batch_idx is not None:
         _check_index("cache_batch_idx", cache_batch_idx, q, (batch,), "(batch,)")
-    _check_per_head(q, batch, alibi_slopes, s_aux)
+    check_per_head(q, batch, alibi_slopes, s_aux)
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
     if (k is None) != (v is None):
@@ -499,7 +514,7 @@ def _whole_rows(name: str, x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _check_qkv(
+def check_qkv(
     q: Any, k: Any, v: Any, rank_q: int, rank_k: int, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> tuple[Tensor, Tensor, Tensor, Sizes]:
     """Check q, k and v; return them, each copied if its last dimension is not contiguous."""
@@ -654,7 +669,7 @@ def _check_keys_of_batch(
             raise ValueError(f"k must have pages of at least 1 row, got shape {_shape(k)}")
 
 
-def _check_per_head(q: Tensor, batch: int, alibi_slopes: Any, s_aux: Any) -> None:
+def check_per_head(q: Tensor, batch: int, alibi_slopes: Any, s_aux: Any) -> None:
     if alibi_slopes is None and s_aux is None:
         return
     nheads = q.shape[-2]

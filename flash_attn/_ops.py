@@ -959,6 +959,7 @@ flash_attn_with_kvcache = _operator(
         k="k_cache",
         v="v_cache",
         seqused_k="cache_seqlens",
+        seqused_before="cache_seqlens",
         leftpad_k="cache_leftpad",
         k_new="k",
         v_new="v",

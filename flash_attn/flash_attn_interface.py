@@ -98,7 +98,7 @@ def flash_attn_func(
     return_attn_probs
         Attention probabilities, negative where dropout removed them; empty without dropout.
     """
-    left, right = _window(window_size)
+    left, right = read_window(window_size)
     result = _ops.flash_attn_forward(
         q,
         k,
@@ -248,7 +248,7 @@ def flash_attn_varlen_func(
     S_dmask : (batch, nheads, max_seqlen_q, max_seqlen_k) with lengths rounded up to 128, with
     return_attn_probs
     """
-    left, right = _window(window_size)
+    left, right = read_window(window_size)
     result = _ops.flash_attn_varlen_forward(
         q,
         k,
@@ -443,7 +443,7 @@ def flash_attn_with_kvcache(
     out : (batch, seqlen_q, nheads, headdim_v)
     softmax_lse : (batch, nheads, seqlen_q) float32, with return_softmax_lse
     """
-    left, right = _window(window_size)
+    left, right = read_window(window_size)
     result = _ops.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -523,7 +523,7 @@ def round_multiple(x: int, m: int) -> int:
     return (x + m - 1) // m * m
 
 
-def _window(window_size: Any) -> tuple[int, int]:
+def read_window(window_size: Any) -> tuple[int, int]:
     try:
         left, right = window_size
     except (TypeError, ValueError):

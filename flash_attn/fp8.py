@@ -34,7 +34,7 @@ from flash_attn import _arguments, _ops
 from flash_attn._arguments import FP8_LEVELS, _kind
 from flash_attn._backends import quantisation
 from flash_attn._numbers import integer
-from flash_attn.flash_attn_interface import _WINDOW, _window
+from flash_attn.flash_attn_interface import _WINDOW, read_window
 
 __all__ = ["flash_attn_fp8_func", "flash_attn_fp8_varlen_func", "quantize"]
 
@@ -77,7 +77,7 @@ def flash_attn_fp8_func(
     TypeError, ValueError, NotImplementedError
         As ``flash_attn_func``; for a dtype other than those above; for another level.
     """
-    left, right = _window(window_size)
+    left, right = read_window(window_size)
     result = _ops.flash_attn_forward(
         q,
         k,
@@ -133,7 +133,7 @@ def flash_attn_fp8_varlen_func(
     out : (total_q, nheads, headdim_v), the dtype of q
     softmax_lse : (nheads, total_q) float32, with return_softmax_lse
     """
-    left, right = _window(window_size)
+    left, right = read_window(window_size)
     result = _ops.flash_attn_varlen_forward(
         q,
         k,

@@ -116,9 +116,7 @@ def test_caches_in_fp8(build, seqlen_q):
     rows = [row._replace(kv_dtype="e4m3") for row in ROWS if row.operation == "decode"]
     build([*ROWS, *rows], (9, 0))
     given = cache_in_fp8(80, seqlen_q, bf16)
-    assert _backends.choose(given) == "tiled"  # unless a backend is forced: see choose
-    with _backends.use_backend("sm90"):
-        assert _backends.choose(given) == "sm90" and cuda._decodes(given, "sm90", True)
+    assert _backends.choose(given) == "sm90" and cuda._decodes(given, "sm90", True)
     found = cuda._KERNELS[cuda._kernel(given, "sm90", "decode", True)]
     assert (found.dtype, found.kv_dtype, found.headdim) == ("bf16", "e4m3", 96)
     assert _backends.choose(cache_in_fp8(24, seqlen_q, bf16)) == "tiled"
@@ -175,6 +173,15 @@ def test_dropout_that_drops_nothing(dropout_p, asked):
     """What 16 random bits cannot tell from 0 needs no kernel with dropout."""
     options = _arguments.options(dropout_p, None, True, -1, -1, 0.0, False)
     assert problem()._replace(options=options).features == asked
+
+
+def test_parts_of_a_larger_problem(build):
+    """Kernels do not know where a part lies, which ALiBi and dropout ask for."""
+    build(SM80)
+    part = problem()._replace(place=_arguments.Place(nheads=2, row=8))
+    assert _backends.choose(part) == "tiled"
+    with _backends.use_backend("sm80"), pytest.raises(NotImplementedError, match="part of a"):
+        _backends.choose(part)
 
 
 def test_devices_that_are_not_there(monkeypatch):

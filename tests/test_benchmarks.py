@@ -728,6 +728,8 @@ def test_tiles(tmp_path, capsys, monkeypatch, tiled_kernel):
     first, second, skipped = data["rows"]
     assert first["us"] == {"auto": 6, "0": 5, "0x2": 4, "0x4": 3, "1": 8, "1x2": 2}
     assert first["best"] == "1x2" and first["regret"] == 2.0 and not first["skipped"]
+    assert first["shapes"].keys() == first["us"].keys() - {"auto"}
+    assert first["shapes"]["0x2"] == first["shapes"]["0"] and "x" in first["shapes"]["0"]
     assert second["us"] == {"auto": 6, "0": 5, "1": 8} and second["best"] == "0"
     assert second["regret"] == pytest.approx(0.2) and (second["nheads"], second["keys"]) == (4, 77)
     assert skipped["us"] == {} and skipped["best"] is skipped["regret"] is None

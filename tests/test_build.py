@@ -242,6 +242,7 @@ NUMBERS = {
     "shared_memory": 0,
     "tile": -1,
     "num_splits": 0,
+    "seqlen_new": 0,
 }
 
 

@@ -325,7 +325,7 @@ def test_kernels_append_and_attend(on_kernels, monkeypatch):
         call(fp8_cache([5, 33], seqlen, 1, device=on_kernels))
         rows = [(x.operation, x.dtype, x.kv_dtype) for x in seen[-2:]]
         assert rows == [("append", "bf16", "e4m3"), ("decode", "bf16", "e4m3")]
-    assert {x.backend for x in seen} == {kernels_forced()}
+    assert {x.backend for x in seen if x.operation == "decode"} == {kernels_forced()}
 
 
 @pytest.mark.gpu

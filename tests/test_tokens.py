@@ -276,6 +276,33 @@ def test_append_is_one_more_launch():
     assert [type(x).__name__ for x in launches.values()] == ["LaunchPair"]
 
 
+@pytest.mark.parametrize("batch", [1, 4, 5])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_attention_that_starts_while_the_append_runs(batch, page_size):
+    """It reads what the kernels before the append wrote, and what the append writes."""
+    capacity, nheads_kv, headdim, new = 2048, 2, 128, 3
+    table = None if page_size is None else random_pages(batch, capacity // page_size, DEVICE)
+    rows = (batch, capacity) if table is None else (int(table.max()) + 1, page_size)
+    caches = randn(2, *rows, nheads_kv, headdim, dtype=torch.bfloat16, device=DEVICE)
+    tables = rotary_tables(capacity, headdim, torch.bfloat16, DEVICE)
+    lengths = int32([0] * batch, DEVICE)
+    calls = []
+    for i in range(60):
+        caches.normal_()  # the next call starts before this has ended
+        q = randn(batch, new, 8, headdim, dtype=torch.bfloat16, device=DEVICE)
+        k, v = randn(2, batch, new, nheads_kv, headdim, dtype=torch.bfloat16, device=DEVICE)
+        before = caches.clone(), lengths.clone()
+        options = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+        out = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, *tables, **options)
+        calls.append((out, caches.clone(), before, (q, k, v)))
+        lengths.random_(-1, capacity - i)
+    for out, after, (old, used), (q, k, v) in calls:
+        with flash_attn.use_backend("tiled"):
+            options = {"cache_seqlens": used, "block_table": table, "causal": True}
+            expected = flash_attn.flash_attn_with_kvcache(q, *old, k, v, *tables, **options)
+        assert_same((out, *after), (expected, *old))
+
+
 def test_append_in_a_graph():
     step = Step([5, 40, 0], page_size=16)
     ours, expected = step.caches, tuple(x.clone() for x in step.caches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -129,3 +130,18 @@ def test_gradients(models, batch):
     exact, eager, flash = (dict(model.named_parameters()) for model in models)
     for name in exact:
         assert_as_good_as_eager(flash[name].grad, eager[name].grad, exact[name].grad)
+
+
+def test_generation_benchmark(transformers, tmp_path, monkeypatch):
+    """Of a tiny model: tokens of each implementation, with each cache."""
+    from benchmarks import generation
+
+    llama = generation.llama
+    monkeypatch.setattr(generation, "llama", lambda _, longest: llama(False, longest).to(DEVICE))
+    sizes = ["--batch", "2", "--prompt", "40", "--new", "3", "--rounds", "1"]
+    generation.main([*sizes, "--folder", str(tmp_path)])
+    rows = json.loads((tmp_path / "generation.json").read_text())["rows"]
+    assert [row["cache"] for row in rows] == ["dynamic", "static"]
+    for row in rows:
+        assert set(row["tokens_per_s"]) >= {"flash_attention_2", "sdpa"}, row["skipped"]
+        assert all(x > 0 for x in row["tokens_per_s"].values())

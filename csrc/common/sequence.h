@@ -8,11 +8,17 @@
 
 namespace flash {
 
+// Rows in use after an append to a sequence that had `used`; a negative one gets none.
+__device__ inline int rows_after_append(int used, int seqlen_new) {
+  return used < 0 ? used : static_cast<unsigned>(used) + seqlen_new;
+}
+
 struct Sequence {
   int q_batch, q_first, seqlen_q;  // queries: row q_first + i of batch entry q_batch
   int k_batch, k_first, seqlen_k;  // keys, likewise
 
-  __device__ Sequence(const AttentionParams& params, int batch)
+  // seqlen_new: of an append that seqused_k is from before
+  __device__ Sequence(const AttentionParams& params, int batch, int seqlen_new = 0)
       : q_batch(batch), q_first(0), seqlen_q(params.seqlen_q) {
     if (params.cu_seqlens_q != nullptr) {
       q_batch = 0;
@@ -29,7 +35,9 @@ struct Sequence {
     }
     const int leftpad =
         params.leftpad_k == nullptr ? 0 : clamp(params.leftpad_k[batch], 0, seqlen_k);
-    if (params.seqused_k != nullptr) seqlen_k = clamp(params.seqused_k[batch], 0, seqlen_k);
+    if (params.seqused_k != nullptr) {
+      seqlen_k = clamp(rows_after_append(params.seqused_k[batch], seqlen_new), 0, seqlen_k);
+    }
     k_first += leftpad;
     seqlen_k = max(seqlen_k - leftpad, 0);
   }

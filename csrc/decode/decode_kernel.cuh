@@ -54,6 +54,12 @@ struct DecodeSchedule {
   int first_batch;             // of the launch
 };
 
+// Whether the kernel starts while an append is running, whose predecessors have ended.
+template <typename Config>
+__device__ bool follows_append(const ForwardParams& params) {
+  return Config::kHopper && params.seqlen_new > 0;
+}
+
 // The rows of one tile of a sequence.
 struct TileRows {
   int first, rows;  // of the pairs of a query and a head, heads fastest
@@ -206,7 +212,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     head_kv = blockIdx.x / schedule.row_tiles;
     row_tile = blockIdx.x - head_kv * schedule.row_tiles;
   }
-  const Sequence sequence(params, batch);
+  const Sequence sequence(params, batch, params.seqlen_new);
   const int first_row = row_tile * kRows, all_rows = sequence.seqlen_q * schedule.group;
   const TileRows tile{first_row, min(kRows, all_rows - first_row), schedule.group, head_kv};
   if (tile.rows <= 0) return;
@@ -229,18 +235,35 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   const int part_end = min(visible.end, part_begin + part_steps * kStepKeys);
   const int warp_begin = part_begin + warp * kBlockN;
 
-  // Loads. The queries come with the first values.
+  // Loads. The queries come with the first values, or from the append before. Rows that are older
+  // than that are read while it runs.
   const uint32_t q = shared_address(shared.q), ring = shared_address(shared.ring[warp]);
   const auto slot_at = [ring](int i) { return ring + i * Config::kSlotBytes; };
   KeyLoader<Config> loader(params, sequence, batch, head_kv, schedule.page_shift, warp_begin,
                            part_end, lane);
-  loader.template load<false>(slot_at(0));
-  load_queries<Config>(params, sequence, tile, q);
-  loader.template load<true>(slot_at(1));
-#pragma unroll 1
-  for (int i = 2; i < kSlots; i += 2) {
+  const auto load_block = [&](int i) {
     loader.template load<false>(slot_at(i));
     if (i + 1 < kSlots) loader.template load<true>(slot_at(i + 1));
+  };
+  if (follows_append<Config>(params)) {
+    const int old_keys = sequence.seqlen_k - params.seqlen_new;
+#pragma unroll 1
+    for (int i = 0; i < kSlots; i += 2) {
+      const int end_key = warp_begin + i / 2 * kStepKeys + kBlockN;
+      if (end_key > old_keys) ptx::wait_for_earlier_kernels();
+      load_block(i);
+    }
+    ptx::wait_for_earlier_kernels();
+    ptx::let_next_kernel_start();
+    load_queries<Config>(params, sequence, tile, q);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+  } else {
+    loader.template load<false>(slot_at(0));
+    load_queries<Config>(params, sequence, tile, q);
+    loader.template load<true>(slot_at(1));
+#pragma unroll 1
+    for (int i = 2; i < kSlots; i += 2) load_block(i);
   }
 
   // What Q K^T and P V are to be multiplied by.
@@ -409,7 +432,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  if constexpr (Config::kHopper) {
+  if (Config::kHopper && !follows_append<Config>(params)) {
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
   }

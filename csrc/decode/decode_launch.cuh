@@ -73,6 +73,8 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   work.most_cluster = kMostCluster;
   const DecodePlan plan = plan_decode(params, work, slots_of<Config>);
   params.num_splits = plan.splits;
+  // A larger append does not let this kernel start early.
+  if (params.batch > kFewSequences) params.seqlen_new = 0;
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
 
@@ -104,7 +106,8 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   const bool alone = plan.cluster > 1 && blocks <= slots_of<Config>(plan.cluster, true);
   const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
   const float scale_log2 = scale_log2_of(params);
-  return [=](const ForwardParams& bound, cudaStream_t stream) {
+  return [=](ForwardParams bound, cudaStream_t stream) {
+    if (bound.seqlen_new > 0) bound.seqused_k = bound.seqused_before;
     DecodeSchedule part = schedule;
     for (; part.first_batch < bound.batch; part.first_batch += most_batch) {
       const dim3 grid(heads, plan.cluster * plan.clusters,

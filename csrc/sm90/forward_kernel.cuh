@@ -493,6 +493,7 @@ __device__ void consume(const typename Config::Params& params, const ForwardSche
           if (n + kBlockN <= all_end && n >= all_begin) return;
           const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
           apply_mask(scores, range.mask, row_of, key);
+          if constexpr (kQuantised && !kFull) keep_hidden(scores, scales.q[0]);
         };
         if constexpr (kFull) {
           transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});

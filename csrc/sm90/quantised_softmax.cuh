@@ -27,7 +27,16 @@ namespace flash::sm90 {
 
 // Where a multiplier is zero, as of a row of zeros, -inf would become NaN. NaN stays.
 constexpr float kLeastMultiplier = 0x1p-100f;
-__device__ inline float at_least(float x) { return x < kLeastMultiplier ? kLeastMultiplier : x; }
+__device__ inline float not_zero(float x) {
+  return fabsf(x) < kLeastMultiplier ? kLeastMultiplier : x;
+}
+
+// Hidden scores, which are -inf, stay so where a descale is negative.
+template <int kColTiles>
+__device__ void keep_hidden(float (&scores)[1][kColTiles][4], float multiplier) {
+  if (multiplier >= 0.f) return;
+  for_each(scores, [](float& x, int, int, int) { x = x == -INFINITY ? INFINITY : x; });
+}
 
 // Integer scores, below 2^22, become floats by one addition: the number, plus kOffset.
 template <typename Score>
@@ -118,7 +127,7 @@ __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_l
   const float log2_v = __log2f(scales.block.v);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float factor = kFull ? scale_log2 : at_least(scales.q[r] * scales.block.k);
+    const float factor = kFull ? scale_log2 : not_zero(scales.q[r] * scales.block.k);
     exponents.factor[r] = factor;
     exponents.offset[r] = kFull ? log2_v : fmaf(-kOffset<Score>, factor, log2_v);
   }

@@ -15,8 +15,6 @@ namespace flash::tokens {
 // What a thread block of the grid's third dimension moves.
 enum class Moved : unsigned { kKeys, kValues, kQueries };
 
-constexpr int kFewSequences = 4;
-
 // Elements from the first of the cache to row `row` of a sequence; -1: the cache has no such row.
 __device__ inline int64_t cache_offset(const AppendParams& params, const Operand& cache, int batch,
                                        int row) {
@@ -39,7 +37,6 @@ __global__ void __launch_bounds__(kTokenThreads, 4)
     append_kernel(const __grid_constant__ AppendParams params, const TokenBlock block) {
   if constexpr (kOverlaps) {
     ptx::wait_for_earlier_kernels();
-    // Thread blocks of the attention should find all SMs alike, unless all of this is short.
     if (gridDim.y <= kFewSequences) ptx::let_next_kernel_start();
   }
   const TokenThread thread(block);
@@ -64,7 +61,7 @@ __global__ void __launch_bounds__(kTokenThreads, 4)
     }
     const bool keys = moved == Moved::kKeys;
     if (keys && row == 0 && thread.x == 0 && thread.y == 0) {
-      params.lengths[batch] = used < 0 ? used : static_cast<unsigned>(used) + params.seqlen_new;
+      params.lengths[batch] = rows_after_append(used, params.seqlen_new);
     }
     if (row >= params.seqlen_new || used < 0 || used >= params.seqlen_k - row) continue;
     const Operand& cache = keys ? params.k : params.v;

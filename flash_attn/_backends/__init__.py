@@ -47,8 +47,8 @@ def choose(problem: Attention, operation: str = "forward") -> str:
     """Return the backend that runs ``problem``; forward and backward may run on different ones."""
     if (forced := cuda.forced_backend()) is not None:
         return _forced_backend(problem, forced, operation)
-    if problem.is_quantised or (problem.is_fp8 and operation == "forward"):
-        return "tiled"  # the kernels, if any, have run on no GPU yet: only where they are forced
+    if problem.is_fp8 and operation == "forward":
+        return "tiled"  # no kernel has it
     for backend in _built_backends(problem.q.device, operation):
         if cuda.unsupported(problem, backend, operation) is None:
             return backend
@@ -113,10 +113,8 @@ def append(
     Return the problem with these keys, queries rotated; and ``remember`` for the launch of its
     forward, given that of the append as well.
     """
-    chosen = choose(problem)  # a forced backend that cannot attend refuses before the cache changes
+    choose(problem)  # a forced backend that cannot attend refuses before the cache changes
     backend = _of_tokens(problem.q, "append")
-    if problem.is_quantised and chosen == "tiled":
-        backend = None
     if backend is None or not cuda.appends(problem, new, backend):
         return tiled.append(problem, new), None
     problem, appended = cuda.append(problem, new, backend)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flash_attn._arguments import Attention
+from flash_attn._backends.merging import merge
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _forward = getattr(torch.ops.aten, _NAME, None)
@@ -64,13 +65,13 @@ def forward(a: Attention) -> tuple[Tensor, Tensor]:
     for rows, cols, causal in _rectangles(a):
         arguments = (x[:, :, part] for x, part in ((q, rows), (k, cols), (v, cols)))
         parts.append(_forward(*arguments, 0.0, causal, scale=a.softmax_scale))
-    out, lse = parts[0] if len(parts) == 1 else _merge(*parts[0], *parts[1])
+    out, lse = parts[0] if len(parts) == 1 else merge(*parts[0], *parts[1])
     if blind := q.shape[2] - out.shape[2]:
         out, lse = pad(out, (0, 0, blind, 0)), pad(lse, (blind, 0), value=-torch.inf)
     out, lse = _rows(a, out), _rows(a, lse[..., None])
     if a.s_aux is not None:
         sink = a.s_aux.to(lse.dtype)[:, None].expand_as(lse)
-        out, lse = _merge(out, lse, torch.zeros_like(out), sink)
+        out, lse = merge(out, lse, torch.zeros_like(out), sink)
     return out.contiguous(), lse[..., 0].mT.contiguous()
 
 
@@ -124,16 +125,6 @@ def _rectangles(a: Attention) -> Iterator[tuple[slice, slice, bool]]:
     if left:
         yield slice(None), slice(left), False
     yield slice(max(0, seqlen_q - seqlen_k), None), slice(left, None), True
-
-
-def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two sets of keys from that to each: out (..., dim), lse (...) or (..., 1)."""
-    whole = torch.logaddexp(lse, other_lse)
-    finite = whole.masked_fill(whole == -torch.inf, 0.0)  # no visible key: both weights are 0
-    weight, other_weight = (torch.exp(x - finite) for x in (lse, other_lse))
-    if lse.dim() < out.dim():
-        weight, other_weight = weight[..., None], other_weight[..., None]
-    return (out * weight + other * other_weight).to(out.dtype), whole
 
 
 # ---- the operator's (batch, nheads, seqlen, headdim) ---------------------------------------------

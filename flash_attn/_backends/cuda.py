@@ -64,6 +64,7 @@ _DESCRIPTIONS = {
     "any_alignment": "tensors that cannot be moved 16 bytes at a time",
     "pages": "a paged cache (block_table)",
     "cache_slots": "cache_batch_idx",
+    "place": "ALiBi or dropout of a part of a larger problem",
 }
 
 # What, beside a call itself, decides its launch: the backend that is forced; the shared memory of a
@@ -374,7 +375,10 @@ def forward(
     else:
         tensors["out"] = out
     results["lse"] = lse = q.new_empty(*problem.lse_shape, dtype=torch.float32)
-    operation = "decode" if _decodes(problem, backend, _is_aligned(out)) else "forward"
+    operation = "forward"
+    if _decodes(problem, backend, _is_aligned(out)):
+        operation = "decode"
+        tensors["seqused_before"] = problem.seqused_before
     prepared = _prepare(problem, operation, backend, tensors, results)
     prepared.run()
     if return_probs:
@@ -554,7 +558,13 @@ def append(problem: Attention, new: CacheAppend, backend: str) -> tuple[Attentio
     prepared = Prepared(call, given, results, {})
     count_writes((problem.k, problem.v))
     prepared.run()
-    return problem._replace(q=results.get("rotated_q", q), seqused_k=results["lengths"]), prepared
+    problem = problem._replace(
+        q=results.get("rotated_q", q),
+        seqused_k=results["lengths"],
+        seqused_before=used,
+        seqlen_new=new.k.shape[1],
+    )
+    return problem, prepared
 
 
 def rotates(x: Tensor, cos: Tensor, sin: Tensor, backend: str) -> bool:
@@ -681,8 +691,10 @@ def _prepare(
     if isinstance(kernel, str):  # of q, k and v alone unsupported() has been asked
         raise NotImplementedError(f"the {backend} backend {kernel}; use_backend('tiled') does this")
     numbers = _numbers(problem)
-    if operation == "decode" and not numbers["num_splits"]:
-        numbers["num_splits"] = min(problem.num_splits, 2**16)  # more than any kernel takes
+    if operation == "decode":
+        numbers["seqlen_new"] = problem.seqlen_new
+        if not numbers["num_splits"]:
+            numbers["num_splits"] = min(problem.num_splits, 2**16)  # more than any kernel takes
     call = _C.prepare(kernel, {**given, **results}, numbers)
     return Prepared(call, given, results, like or {})
 
@@ -701,6 +713,7 @@ def _numbers(problem: Attention) -> dict[str, float]:
         "softmax_scale": problem.softmax_scale,
         "window_left": min(problem.window_left, max_seqlen_k),
         "window_right": min(problem.window_right, max_seqlen_q),
+        "seqlen_new": 0,
         **{name: _settings[name] for name in ("shared_memory", "tile", "num_splits")},
     }
 

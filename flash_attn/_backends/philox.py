@@ -62,18 +62,23 @@ def dropout_keep_mask(
     seqlen_k: int,
     row_start: int = 0,
     col_start: int = 0,
+    head_start: int = 0,
+    heads_of_sequence: int | None = None,
 ) -> Tensor:
     """Return which probabilities dropout keeps, (batch, nheads, seqlen_q, seqlen_k) bool.
 
     An element is kept iff its 16 bits are at least round(2^16 dropout_p). ``row_start`` and
-    ``col_start`` (multiples of 16) select a tile of a larger mask. Only the low 32 bits of the
-    offset ``rng_state[1]`` take part.
+    ``col_start`` select a tile of a larger mask, ``head_start`` its first head, counted over all
+    sequences, of ``heads_of_sequence`` each. Only the low 32 bits of the offset ``rng_state[1]``
+    take part.
     """
     device = rng_state.device
-    row_tiles, col_tiles = -(-seqlen_q // 16), -(-seqlen_k // 16)
-    row_group = torch.arange(row_tiles * 8, device=device) + row_start // 2
-    col_group = torch.arange(col_tiles * 8, device=device) + col_start // 2
-    batch_head = torch.arange(batch * nheads, device=device)
+    row_skip, col_skip = row_start % 16, col_start % 16
+    row_tiles, col_tiles = -(-(row_skip + seqlen_q) // 16), -(-(col_skip + seqlen_k) // 16)
+    row_group = torch.arange(row_tiles * 8, device=device) + (row_start - row_skip) // 2
+    col_group = torch.arange(col_tiles * 8, device=device) + (col_start - col_skip) // 2
+    sequence = torch.arange(batch, device=device)[:, None] * (heads_of_sequence or nheads)
+    batch_head = (sequence + torch.arange(nheads, device=device) + head_start).flatten()
     seed, offset = rng_state[0], rng_state[1]
     zero = torch.zeros_like(batch_head)
     head_key, *_ = philox_4x32(
@@ -87,4 +92,5 @@ def dropout_keep_mask(
     by_element = tiles.permute(0, 1, 5, 2, 3, 6, 4).reshape(
         batch, nheads, row_tiles * 16, col_tiles * 16
     )
-    return by_element[:, :, :seqlen_q, :seqlen_k] >= round(dropout_p * 2**16)
+    rows, cols = slice(row_skip, row_skip + seqlen_q), slice(col_skip, col_skip + seqlen_k)
+    return by_element[:, :, rows, cols] >= round(dropout_p * 2**16)

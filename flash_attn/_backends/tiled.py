@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn._arguments import FP8, SCALE_BLOCK, Attention, CacheAppend, dense
+from flash_attn._arguments import FP8, SCALE_BLOCK, Attention, CacheAppend, Place, dense
 from flash_attn._backends import cpu
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn._backends.quantisation import first_scale_blocks, quantised, to_fp8
 from flash_attn._backends.rotation import rotate
 
-BLOCK = 128  # rows and columns of a tile are multiples of this, and of 16 for the dropout mask
+BLOCK = 128  # rows and columns of a tile are multiples of this
 MAX_SCORES = 2**22  # of one tile on a GPU, over all batches and heads: enough work for each launch
 MAX_KEY_ELEMENTS = 2**24  # of one tile of K where there are few queries
 LOG2_E = math.log2(math.e)
@@ -647,7 +647,8 @@ def _scores(
     )  # (batch, m, n): 0 on the diagonal that ends bottom right
     if a.alibi_slopes is not None:
         slopes = a.alibi_slopes.expand(a.batch, a.nheads)[:, :, None, None].to(scores.dtype)
-        scores = scores - slopes * distance.abs()[:, None]
+        apart = distance if a.place is None else j + a.place.column - (i + a.place.row)
+        scores = scores - slopes * apart.abs().expand_as(distance)[:, None]
     if all_visible:
         return _Scores(scores, gate)
     visible = (i < seqlen_q) & (j < seqlen_k)
@@ -681,8 +682,18 @@ def _dropout_factor(
 
 
 def _keep(a: Attention, rng_state: Tensor, rows: range, cols: range) -> Tensor:
+    nheads, batch, head, row, column = a.place or Place(a.nheads)
     return dropout_keep_mask(
-        rng_state, a.dropout_p, a.batch, a.nheads, len(rows), len(cols), rows.start, cols.start
+        rng_state,
+        a.dropout_p,
+        a.batch,
+        a.nheads,
+        len(rows),
+        len(cols),
+        rows.start + row,
+        cols.start + column,
+        batch * nheads + head,
+        nheads,
     )
 
 

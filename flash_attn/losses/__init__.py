@@ -1,0 +1,1 @@
+"""Losses under their upstream import paths."""

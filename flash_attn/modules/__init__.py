@@ -1,0 +1,1 @@
+"""Attention and MLP layers for transformer blocks."""

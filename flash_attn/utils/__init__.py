@@ -1,0 +1,1 @@
+"""Utilities under their upstream import paths."""

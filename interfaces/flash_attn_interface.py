@@ -1,0 +1,261 @@
+"""FlashAttention-3's functions, computed by ``flash_attn``.
+
+Names, order and defaults of the arguments, and the results, are FlashAttention-3's. Tensors and
+errors are those of ``flash_attn``'s functions of the same names. Beyond FlashAttention-3 there are
+attention sinks (``s_aux``, keyword-only), every device and dtype of ``flash_attn``, and derivatives
+of softmax_lse. Not there, and refused with NotImplementedError: ``qv``, ``attention_chunk``,
+``seqused_q``, ``cu_seqlens_k_new`` and ``rotary_seqlens``. ``pack_gqa``, ``sm_margin`` and
+``scheduler_metadata`` are accepted and change nothing: ``flash_attn`` schedules its kernels itself.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flash_attn
+from flash_attn import _ops
+from flash_attn import flash_attn_interface as _fa2
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_Result = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+# fmt: off
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
+) -> Any:
+    """Attention over sequences of equal length: out, or (out, softmax_lse)."""
+    result = _flash_attn_forward(
+        q, k, v, None, None, qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        softmax_scale=softmax_scale, causal=causal, window_size_left=window_size[0],
+        window_size_right=window_size[1], attention_chunk=attention_chunk, softcap=softcap,
+        num_splits=num_splits, s_aux=s_aux, deterministic=deterministic,
+    )
+    return result[:2] if return_attn_probs else result[0]
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False, *,
+    s_aux: Tensor | None = None,
+) -> Any:
+    """``flash_attn_func`` with qkv (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, nheads +
+    2 * nheads_kv, headdim) with num_heads_q.
+    """
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        nheads_kv = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, nheads_kv, nheads_kv], dim=2)
+    else:
+        raise ValueError(
+            "qkv must have shape (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, nheads + "
+            f"2 * nheads_kv, headdim) with num_heads_q, got {tuple(qkv.shape)} and {num_heads_q}"
+        )
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap, 1, None, deterministic, sm_margin, return_attn_probs, s_aux=s_aux,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
+) -> Any:
+    """Attention over packed sequences: out, or (out, softmax_lse).
+
+    seqused_k (batch,) int32: of each sequence's keys, how many are in use.
+    """
+    result = _flash_attn_forward(
+        q, k, v, None, None, qv, None, cu_seqlens_q, cu_seqlens_k, None, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        softmax_scale=softmax_scale, causal=causal, window_size_left=window_size[0],
+        window_size_right=window_size[1], attention_chunk=attention_chunk, softcap=softcap,
+        num_splits=num_splits, s_aux=s_aux, deterministic=deterministic,
+    )
+    return result[:2] if return_attn_probs else result[0]
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, *,
+    s_aux: Tensor | None = None,
+) -> Any:
+    """Append to a cache, and attend to it: out, or (out, softmax_lse, empty, empty). No gradient.
+
+    With cu_seqlens_q (batch + 1,) and max_seqlen_q, q is (total_q, nheads, headdim); nothing can be
+    appended then, and a cache that has no page_table and is not contiguous is copied.
+    """
+    if cache_seqlens is None and k is None and page_table is None:
+        cache_seqlens = k_cache.shape[1]  # all of it
+    with torch.no_grad():
+        result = _flash_attn_forward(
+            q, k_cache, v_cache, k, v, qv, None, cu_seqlens_q, None, cu_seqlens_k_new, None,
+            cache_seqlens, max_seqlen_q, None, page_table, cache_batch_idx, cache_leftpad,
+            rotary_cos, rotary_sin, rotary_seqlens, q_descale, k_descale, v_descale,
+            softmax_scale, causal, *window_size, attention_chunk, softcap, rotary_interleaved,
+            scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux=s_aux,
+        )
+    return result if return_softmax_lse else result[0]
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over parts of the keys.
+
+    out_partial (splits, batch, seqlen, nheads, headdim) and lse_partial (splits, batch, seqlen,
+    nheads) float32 give out, written to ``out`` if given, and softmax_lse without ``splits``.
+    """
+    lse = lse_partial.logsumexp(0)
+    weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+    parts = out_partial.masked_fill(weights[..., None] == 0, 0.0)  # which may hold NaN there
+    merged = torch.einsum("sbthd,sbth->bthd", parts, weights)
+    merged = merged.to(out_dtype or out_partial.dtype)
+    return merged if out is None else out.copy_(merged), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
+    headdim: int, cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, has_softcap: bool = False,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> Tensor:
+    """An empty int32 tensor: ``flash_attn_with_kvcache`` needs no schedule computed ahead."""
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
+
+
+def _flash_attn_forward(
+    q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
+    qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Any = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1,
+    window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 1,
+    pack_gqa: bool | None = None, sm_margin: int = 0, *, s_aux: Tensor | None = None,
+    deterministic: bool = False,
+) -> _Result:
+    """What the functions above have in common: out, softmax_lse and two empty tensors."""
+    _refuse(
+        qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q,
+        rotary_seqlens=seqlens_rotary, attention_chunk=attention_chunk or None,
+    )
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    window = window_size_left, window_size_right
+    in_cache = cu_seqlens_k is None and any(
+        x is not None for x in (k_new, seqused_k, page_table, kv_batch_idx, leftpad_k, rotary_cos)
+    )
+    if in_cache and cu_seqlens_q is None:
+        out, lse = flash_attn.flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k,
+            page_table, softmax_scale, causal, window, softcap, rotary_interleaved, None,
+            num_splits, True, s_aux=s_aux, **descales, out=out_,
+        )
+    elif cu_seqlens_q is not None:
+        _refuse(k_new=k_new, v_new=v_new, kv_batch_idx=kv_batch_idx, rotary_cos=rotary_cos)
+        if cu_seqlens_k is None:
+            k, v, cu_seqlens_k, seqused_k, max_seqlen_k = _cache_as_varlen(
+                k, v, cu_seqlens_q.shape[0] - 1, seqused_k, page_table
+            )
+        out, lse, *_ = _ops.flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
+            causal, *window, softcap, None, False, page_table, leftpad_k, seqused_k, False, 0,
+            s_aux, deterministic, *descales.values(), 0, None, out_,
+        )
+    else:
+        out, lse, _ = flash_attn.flash_attn_func(
+            q, k, v, 0.0, softmax_scale, causal, window, softcap, None, deterministic, True,
+            s_aux=s_aux, **descales, out=out_,
+        )
+    return out, lse, lse.new_empty(0), lse.new_empty(0)
+
+
+def _cache_as_varlen(
+    k: Tensor, v: Tensor, batch: int, used: Any, page_table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
+    """k, v, cu_seqlens_k, seqused_k and max_seqlen_k of a cache of which ``used`` rows are keys."""
+    capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    if not isinstance(used, Tensor):
+        used = capacity if used is None else used
+        used = torch.full((batch,), used, dtype=torch.int32, device=k.device)
+    if page_table is not None:
+        return k, v, F.pad(used.cumsum(0, dtype=torch.int32), (1, 0)), None, capacity
+    bounds = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * capacity
+    return k.flatten(0, 1), v.flatten(0, 1), bounds, used, capacity
+
+
+def _flash_attn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None, sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dq: Tensor | None = None,
+    dk: Tensor | None = None, dv: Tensor | None = None, softmax_scale: float | None = None,
+    is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+) -> Tensor:
+    """Write dq, dk and dv in place; return softmax_d, the row sums of dout * out."""
+    _refuse(sequed_q=sequed_q, sequed_k=sequed_k)
+    options = (
+        0.0, softmax_scale, is_causal, window_size_left, window_size_right, softcap, None,
+        deterministic,
+    )
+    tensors = dout, q, k, v, out, softmax_lse, dq, dk, dv
+    if cu_seqlens_q is None:
+        return _fa2._flash_attn_backward(*tensors, *options)
+    return _fa2._flash_attn_varlen_backward(
+        *tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options
+    )
+# fmt: on
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is not supported by flash_attn, and must be left out"
+            )

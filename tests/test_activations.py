@@ -1,0 +1,148 @@
+"""Activation functions and their gradients against float64 and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn.ops import activations
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Of the result's magnitude: PyTorch's own GELU is a few float32 roundings away from float64, a
+# result in 16 bits a few of those.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 1e-12}
+DTYPES = list(TOLERANCE)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + (0.7978845608028654 * (x + 0.044715 * x**3)).tanh())
+
+
+def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    return x / (1 + (-x).exp()) * y
+
+
+FORWARD: dict[str, tuple[Callable[..., Tensor], int]] = {  # by arguments
+    "fast_gelu_impl": (gelu, 1),
+    "gelu_fwd": (gelu, 1),
+    "sqrelu_fwd": (lambda x: x.clamp(min=0) ** 2, 1),
+    "swiglu": (swiglu, 2),
+    "swiglu_fwd": (swiglu, 2),
+}
+BACKWARD = {"gelu_bwd": gelu, "relu_bwd": F.relu, "sqrelu_bwd": FORWARD["sqrelu_fwd"][0]}
+
+
+def randn(*shape: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def exact(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_()
+
+
+def assert_near(x: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    bound = TOLERANCE[dtype] * expected.detach().abs().max()
+    assert x.dtype == dtype and x.shape == expected.shape
+    assert (x.double() - expected).abs().max() <= bound
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_and_autograd(name: str, dtype: torch.dtype, device: str) -> None:
+    function, count = FORWARD[name]
+    inputs = [randn(3, 5, 17, dtype=dtype, device=device) for _ in range(count)]
+    inputs64 = [exact(x) for x in inputs]
+    out, expected = getattr(activations, name)(*inputs), function(*inputs64)
+    assert_near(out, expected, dtype)
+    if name == "swiglu_fwd":  # the bare kernel, as upstream's
+        return
+    dout = torch.randn_like(expected).to(dtype)
+    out.backward(dout)
+    expected.backward(dout.double())
+    for x, x64 in zip(inputs, inputs64, strict=True):
+        assert x.grad is not None and x64.grad is not None
+        assert_near(x.grad, x64.grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name: str, dtype: torch.dtype) -> None:
+    x, g = randn(4, 33, dtype=dtype), randn(4, 33, dtype=dtype).detach()
+    x64 = exact(x)
+    BACKWARD[name](x64).backward(g.double())
+    assert x64.grad is not None
+    assert_near(getattr(activations, name)(g, x.detach()), x64.grad, dtype)
+
+
+def test_relu_backward_at_zero() -> None:
+    x = torch.tensor([-1.0, 0.0, 1.0])
+    assert activations.relu_bwd(torch.full((3,), 2.0), x).tolist() == [0, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_backward(dtype: torch.dtype) -> None:
+    x, y = randn(6, 9, dtype=dtype), randn(6, 9, dtype=dtype)
+    g = randn(6, 9, dtype=dtype).detach()
+    x64, y64 = exact(x), exact(y)
+    swiglu(x64, y64).backward(g.double())
+    dx, dy = activations.swiglu_bwd(x.detach(), y.detach(), g)
+    assert x64.grad is not None and y64.grad is not None
+    assert_near(dx, x64.grad, dtype)
+    assert_near(dy, y64.grad, dtype)
+
+
+def test_swiglu_of_a_packed_projection() -> None:
+    """Strided halves are read in place, and kept alone."""
+    packed = torch.randn(2, 3, 20, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = activations.swiglu(*packed.chunk(2, dim=-1))
+    torch.testing.assert_close(out, F.silu(packed[..., :10]) * packed[..., 10:])
+    assert len(kept) == 2
+    assert all(x.untyped_storage().data_ptr() == packed.data_ptr() for x in kept)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"), [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32)]
+)
+def test_bias_gelu(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    y, bias = randn(8, 12, dtype=dtype), randn(12, dtype=bias_dtype)
+    y64, bias64 = exact(y), exact(bias)
+    out, expected = activations.bias_gelu_impl(y, bias), gelu(y64 + bias64)
+    assert_near(out, expected, dtype)
+    g = torch.randn(8, 12).to(dtype)
+    out.backward(g)
+    expected.backward(g.double())
+    dy, dbias = activations.bias_gelu_back(g, y.detach(), bias.detach())
+    for gradients, x64 in (((y.grad, dy), y64.grad), ((bias.grad, dbias), bias64.grad)):
+        for gradient in gradients:
+            assert gradient is not None and x64 is not None
+            assert gradient.dtype == (dtype if x64.ndim == 2 else bias.dtype)
+            assert_near(gradient.to(dtype), x64, dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (0, 3), (3, 0)], ids=str)
+def test_swiglu_of_any_shape(shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    out = activations.swiglu(x, y)
+    torch.testing.assert_close(out, F.silu(x) * y)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+
+
+def test_swiglu_of_unequal_shapes() -> None:
+    with pytest.raises(ValueError, match=r"y must have shape \(2, 3\).*got \(2, 4\)"):
+        activations.swiglu(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+def test_torch_compile() -> None:
+    x, y = (randn(4, 6, dtype=torch.float32) for _ in range(2))
+    compiled = torch.compile(activations.swiglu, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, y), F.silu(x) * y)
+    compiled(x, y).sum().backward()
+    torch.testing.assert_close(y.grad, F.silu(x))

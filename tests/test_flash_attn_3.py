@@ -1,0 +1,501 @@
+"""interfaces/: FlashAttention-3's functions on this library, and transformers running on them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, device_fixture
+from helpers import dense, int32, layout_of, randn, random_pages, varlen
+from oracle import Attention, Decode, Storage, assert_matches_oracle
+from torch import Tensor
+
+import flash_attn
+
+device = device_fixture("cpu-tiled", "cuda-default")
+
+MODULES = ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface")
+
+
+@pytest.fixture(scope="module")
+def fa3() -> Iterator[ModuleType]:
+    """The module, which the rest of the suite must not see: clients switch when they find it."""
+    assert all(name not in sys.modules for name in MODULES)
+    sys.path.insert(0, str(ROOT / "interfaces"))
+    try:
+        yield importlib.import_module("flash_attn_interface")
+    finally:
+        sys.path.remove(str(ROOT / "interfaces"))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# The functions
+# --------------------------------------------------------------------------------------------------
+
+# As in hopper/flash_attn_interface.py of flash-attention's main branch.
+DESCALES = "q_descale=None, k_descale=None, v_descale=None"
+WINDOW = "window_size=(-1, -1), attention_chunk=0, softcap=0.0"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, softmax_scale=None, causal=False, qv=None, {DESCALES}, {WINDOW}, "
+    "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False",
+    "flash_attn_qkvpacked_func": f"qkv, softmax_scale=None, causal=False, {DESCALES}, {WINDOW}, "
+    "deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+    f"seqused_q=None, seqused_k=None, softmax_scale=None, causal=False, qv=None, {DESCALES}, "
+    f"{WINDOW}, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
+    "return_attn_probs=False",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, "
+    "rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, "
+    "page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, "
+    f"rotary_seqlens=None, {DESCALES}, softmax_scale=None, causal=False, {WINDOW}, "
+    "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+    "return_softmax_lse=False",
+    "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "get_scheduler_metadata": "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, "
+    "headdim, cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, "
+    "cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, "
+    "window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, "
+    "sm_margin=0",
+    "_flash_attn_forward": "q, k, v, k_new=None, v_new=None, qv=None, out_=None, "
+    "cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None, leftpad_k=None, "
+    f"rotary_cos=None, rotary_sin=None, seqlens_rotary=None, {DESCALES}, softmax_scale=None, "
+    "causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, "
+    "rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
+    "_flash_attn_backward": "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, "
+    "cu_seqlens_k=None, sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+    "dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1, "
+    "window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(fa3, name):
+    given = inspect.signature(getattr(fa3, name)).parameters.values()
+    upstream = [p.replace(annotation=p.empty) for p in given if p.kind is not p.KEYWORD_ONLY]
+    assert ", ".join(map(str, upstream)) == SIGNATURES[name]
+    inside = importlib.import_module("flash_attn_3.flash_attn_interface")
+    assert getattr(inside, name) is getattr(fa3, name)
+
+
+def check(problem: Attention, function: Any, *args: Any, **options: Any) -> None:
+    """Results and gradients of the function on the problem's q, k and v."""
+    leaves = {"q": problem.q, "k": problem.k, "v": problem.v}
+    if problem.s_aux is not None:
+        leaves["s_aux"] = options["s_aux"] = problem.s_aux
+    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    inputs = [leaves.pop(name) for name in ("q", "k", "v")]
+    out, lse = function(*inputs, *args, return_attn_probs=True, **options | leaves)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    used = {"q": inputs[0], "k": inputs[1], "v": inputs[2]} | leaves
+    grads = torch.autograd.grad((out, lse), list(used.values()), (dout, dlse))
+    results = {f"d{name}": grad for name, grad in zip(used, grads, strict=True)}
+    assert_matches_oracle(results | {"out": out, "lse": lse}, problem, dout, dlse)
+    with torch.no_grad():
+        alone = function(*inputs, *args, **options | leaves)
+    assert isinstance(alone, Tensor) and torch.equal(alone, out)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "softmax_scale": 0.3},
+    "window": {"window_size": (7, 3)},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "sinks": {"s_aux": True, "causal": True, "window_size": (9, 9)},
+}
+
+
+def of_options(name: str, nheads: int, device: str) -> dict[str, Any]:
+    sinks = {"s_aux": torch.randn(nheads, device=device)} if "s_aux" in OPTIONS[name] else {}
+    return OPTIONS[name] | sinks
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_dense(fa3, device, options):
+    given = of_options(options, 4, device)
+    problem = dense(2, 21, 33, 4, 2, 32, 64, dtype=torch.bfloat16, device=device, **given)
+    speed_only = {"num_splits": 1, "pack_gqa": True, "sm_margin": 8, "deterministic": True}
+    check(problem, fa3.flash_attn_func, **given, **speed_only)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_varlen(fa3, device, options):
+    given = of_options(options, 4, device)
+    problem = varlen(
+        [9, 0, 30], [12, 5, 30], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0, **given
+    )
+    check(problem, fa3.flash_attn_varlen_func, *layout_of(problem), **given)
+
+
+def test_varlen_in_part(fa3, device):
+    """seqused_k: what lies behind it in a sequence is not read."""
+    problem = varlen([9, 30], [12, 40], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0)
+    used = int32([7, 33], device)
+    problem.k[7:12] = problem.v[7:12] = float("nan")
+    problem = replace(problem, storage=replace(problem.storage, seqused=used), causal=True)
+    check(
+        problem,
+        lambda *args, **more: fa3.flash_attn_varlen_func(*args, seqused_k=used, **more),
+        *layout_of(problem),
+        causal=True,
+    )
+
+
+def test_fp8(fa3, device):
+    """q, k and v in e4m3, with descales: what flash_attn gives, of each kind of call."""
+    q, k, v = (torch.randn(2, 20, n, 64, device=device).to(torch.float8_e4m3fn) for n in (4, 2, 2))
+    descales = torch.rand(3, 2, 2, device=device) + 0.5
+    scaled = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    expected = flash_attn.flash_attn_func(q, k, v, causal=True, **scaled)
+    assert not torch.equal(expected, flash_attn.flash_attn_func(q, k, v, causal=True))
+    bounds = int32([0, 20, 40], device)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    varlen = fa3.flash_attn_varlen_func(*packed, bounds, bounds, 20, 20, causal=True, **scaled)
+    cached = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=20, causal=True, **scaled)
+    for out in (fa3.flash_attn_func(q, k, v, causal=True, **scaled), varlen.view(q.shape), cached):
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("nheads_kv", [4, 2])
+def test_qkvpacked(fa3, device, nheads_kv):
+    problem = dense(2, 19, 19, 4, nheads_kv, dtype=torch.bfloat16, device=device, causal=True)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if nheads_kv == 4:
+            return fa3.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), causal=True, **options)
+        qkv = torch.cat((q, k, v), 2)
+        return fa3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4, **options)
+
+    check(problem, packed)
+
+
+@pytest.mark.parametrize("varlen_layout", [False, True])
+def test_private_backward(fa3, device, varlen_layout):
+    if varlen_layout:
+        problem = varlen([9, 30], [12, 40], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0)
+        bounds_q, bounds_k, longest_q, longest_k = layout_of(problem)
+        layout = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k}
+        layout |= {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    else:
+        problem = dense(2, 21, 33, 4, 2, dtype=torch.bfloat16, device=device)
+        layout = {}
+    problem = replace(problem, causal=True, window_size=(11, 0))
+    inputs = problem.q, problem.k, problem.v
+    window = {"window_size_left": 11, "window_size_right": 0, "softmax_scale": problem.scale}
+    out, lse, *empty = fa3._flash_attn_forward(*inputs, **layout, **window, causal=True)
+    assert [x.numel() for x in empty] == [0, 0]
+    dout = torch.randn_like(out)
+    grads = {f"d{name}": torch.empty_like(getattr(problem, name)) for name in "qkv"}
+    softmax_d = fa3._flash_attn_backward(
+        dout, *inputs, out, lse, **layout, **grads, **window, is_causal=True
+    )
+    results = grads | {"out": out, "lse": lse}
+    assert_matches_oracle(results, problem, dout, torch.zeros_like(lse))
+    delta = (dout.double() * out.double()).sum(-1).movedim(-1, -2)
+    torch.testing.assert_close(softmax_d.double(), delta, rtol=1e-2, atol=1e-2)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("append", [False, True])
+def test_kvcache(fa3, device, paged, append):
+    """Rotation, append, attention with sinks; results are (out, lse, empty, empty)."""
+    lengths, page_size, capacity = int32([3, 17, 20], device), 8, 24
+    problem = dense(
+        3, 2, capacity, 4, 2, dtype=torch.bfloat16, device=device, s_aux=randn(4, device=device)
+    )
+    table = random_pages(3, capacity // page_size, device) if paged else None
+    if paged:
+        problem.k, problem.v = randn(
+            2, table.numel() + 2, page_size, 2, 32, dtype=torch.bfloat16, device=device
+        )
+    problem = replace(
+        problem,
+        causal=True,
+        window_size=(12, 0),
+        storage=Storage(block_table=table),
+    )
+    case = Decode(problem, lengths)
+    if append:
+        case.k_new, case.v_new = randn(2, 3, 2, 2, 32, dtype=torch.bfloat16, device=device)
+        angles = torch.rand(capacity, 16, device=device)
+        case.rotary_cos, case.rotary_sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        case.rotary_interleaved = False
+    expected = copy.deepcopy(case)
+    metadata = fa3.get_scheduler_metadata(3, 2, capacity, 4, 2, 32, lengths)
+    assert metadata.dtype == torch.int32
+    options = {"causal": True, "window_size": (12, 0), "s_aux": problem.s_aux}
+    options |= {"page_table": table, "scheduler_metadata": metadata, "return_softmax_lse": True}
+    out, lse, *empty = fa3.flash_attn_with_kvcache(
+        problem.q,
+        problem.k,
+        problem.v,
+        case.k_new,
+        case.v_new,
+        None,
+        case.rotary_cos,
+        case.rotary_sin,
+        lengths,
+        rotary_interleaved=False,
+        **options,
+    )
+    assert [x.numel() for x in empty] == [0, 0]
+    assert_matches_oracle({"out": out, "lse": lse}, expected)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("leftpad", [False, True])
+def test_kvcache_with_packed_queries(fa3, device, paged, leftpad):
+    """Prompts of different lengths against a cache that has their keys already."""
+    used, capacity, page_size = int32([9, 24, 5], device), 24, 8
+    problem = varlen([4, 10, 5], [1, 1, 1], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0)
+    table = random_pages(3, capacity // page_size, device) if paged else None
+    rows = (table.numel() + 2, page_size) if paged else (3, capacity)
+    k, v = randn(2, *rows, 2, 32, dtype=torch.bfloat16, device=device)
+    first = int32([2, 0, 1], device) if leftpad else None
+    storage = Storage(seqused=used, leftpad=first, block_table=table)
+    problem = replace(problem, k=k, v=v, causal=True, storage=storage)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        problem.q,
+        k,
+        v,
+        cache_seqlens=used,
+        cache_leftpad=first,
+        page_table=table,
+        cu_seqlens_q=problem.cu_seqlens_q,
+        max_seqlen_q=10,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    assert_matches_oracle({"out": out, "lse": lse}, problem)
+
+
+def test_kvcache_whole(fa3, device):
+    """Without cache_seqlens every row of the cache is a key; an int is the length of each."""
+    problem = dense(2, 3, 10, 4, 2, dtype=torch.bfloat16, device=device)
+    inputs = problem.q, problem.k, problem.v
+    assert_matches_oracle({"out": fa3.flash_attn_with_kvcache(*inputs)}, problem)
+    problem = replace(problem, storage=Storage(seqused=int32([6, 6], device)))
+    assert_matches_oracle({"out": fa3.flash_attn_with_kvcache(*inputs, cache_seqlens=6)}, problem)
+
+
+def test_combine(fa3, device):
+    """Attention over parts of the keys, one of them empty, merges to attention over all."""
+    problem = dense(2, 7, 30, 4, 4, dtype=torch.float64, device=device)
+    parts = []
+    for keys in (slice(0, 11), slice(11, 30)):
+        out, lse = fa3.flash_attn_func(
+            problem.q, problem.k[:, keys], problem.v[:, keys], return_attn_probs=True
+        )
+        parts.append((out, lse.mT))
+    nothing = torch.full_like(parts[0][0], NAN), torch.full_like(parts[0][1], -torch.inf)
+    outs, lses = (torch.stack(x) for x in zip(*parts, nothing, strict=True))
+    out, lse = fa3.flash_attn_combine(outs, lses)
+    assert lse.shape == (2, 7, 4)
+    assert_matches_oracle({"out": out, "lse": lse.mT}, problem)
+    written = torch.empty_like(out, dtype=torch.float32)
+    half, _ = fa3.flash_attn_combine(outs, lses, written, torch.bfloat16)
+    assert half is written and torch.equal(written, out.bfloat16().float())
+    alone, lse = fa3.flash_attn_combine(outs[2:], lses[2:])
+    assert (alone == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (NotImplementedError, "qv", lambda m, x: m.flash_attn_func(x, x, x, qv=x)),
+        (
+            NotImplementedError,
+            "attention_chunk",
+            lambda m, x: m.flash_attn_func(x, x, x, attention_chunk=4),
+        ),
+        (ValueError, "q_descale", lambda m, x: m.flash_attn_func(x, x, x, q_descale=x)),
+        (ValueError, "k_descale", lambda m, x: m.flash_attn_func(x, x, x, k_descale=x)),
+        (
+            NotImplementedError,
+            "seqused_q",
+            lambda m, x: m.flash_attn_varlen_func(
+                x[0], x[0], x[0], int32([0, 4]), int32([0, 4]), 4, 4, seqused_q=int32([3])
+            ),
+        ),
+        (
+            NotImplementedError,
+            "k_new",
+            lambda m, x: m.flash_attn_with_kvcache(
+                x[0], x, x, x, x, cu_seqlens_q=int32([0, 4]), max_seqlen_q=4, cache_seqlens=0
+            ),
+        ),
+        (
+            NotImplementedError,
+            "rotary_seqlens",
+            lambda m, x: m.flash_attn_with_kvcache(x, x, x, rotary_seqlens=int32([3])),
+        ),
+        (
+            NotImplementedError,
+            "sequed_k",
+            lambda m, x: m._flash_attn_backward(x, x, x, x, x, x, sequed_k=int32([3])),
+        ),
+        (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x)),
+        (TypeError, "float8", lambda m, x: m.flash_attn_func(*[x.to(torch.float8_e5m2)] * 3)),
+    ],
+)
+def test_errors(fa3, error, message, call):
+    with pytest.raises(error, match=message):
+        call(fa3, torch.randn(1, 4, 2, 8))
+
+
+# --------------------------------------------------------------------------------------------------
+# transformers
+# --------------------------------------------------------------------------------------------------
+
+VOCABULARY = 96
+
+
+@pytest.fixture(scope="module")
+def transformers(fa3: ModuleType) -> Iterator[ModuleType]:
+    """The module, with two of its rules lifted.
+
+    It refuses to run flash attention without a GPU, and it sends GPT-OSS to a kernel of its hub.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    if "flash_attn" not in importlib.metadata.packages_distributions():
+        # transformers looks for it once, when it is imported; test_transformers.py provides it.
+        pytest.skip("flash-attn is not installed")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+    from transformers import modeling_flash_attention_utils, modeling_utils
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
+
+    with pytest.MonkeyPatch.context() as patch:
+        matrix = getattr(modeling_flash_attention_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {})
+        if matrix:
+            patch.setitem(matrix[3], "general_availability_check", lambda: True)
+        else:  # before transformers 5
+            for module in (modeling_flash_attention_utils, modeling_utils):
+                patch.setattr(module, "is_flash_attn_3_available", lambda: True)
+        patch.setattr(
+            GptOssPreTrainedModel, "_compatible_flash_implementations", None, raising=False
+        )
+        yield transformers
+
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "attention_dropout": 0.0,
+}
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "gpt-oss": (  # attention sinks, every other layer with a window
+        "GptOssConfig",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
+}
+
+
+@pytest.fixture(params=CONFIGURATIONS)
+def models(request: pytest.FixtureRequest, transformers: ModuleType) -> tuple[Any, Any]:
+    """One small random model twice, in float32: eager, and on the functions above."""
+    name, options = CONFIGURATIONS[request.param]
+    config = getattr(transformers, name)(**SIZES, **options)
+
+    def model(attention: str) -> Any:
+        return transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attention, dtype=torch.float32
+        ).eval()
+
+    eager, flash = model("eager"), model("flash_attention_3")
+    eager.load_state_dict(flash.state_dict())
+    assert flash.config._attn_implementation == "flash_attention_3"
+    return eager, flash
+
+
+def prompts(padded: bool) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCABULARY, (3, 21))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :13] = mask[2, :4] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def assert_equal(flash: Tensor, eager: Tensor) -> None:
+    torch.testing.assert_close(flash, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_transformers(models, padded):
+    """Logits, and the gradient of every parameter, sinks included, are eager attention's."""
+    batch = prompts(padded)
+    seen = batch["attention_mask"].bool()
+    # No loss where padding would predict the first token: what padding attends to is not defined.
+    labels = batch["input_ids"].masked_fill(~(seen & seen.roll(1, 1)), -100)
+    logits = []
+    for model in models:
+        result = model(**batch, labels=labels)
+        result.loss.backward()
+        logits.append(result.logits[seen])
+    assert_equal(logits[1], logits[0])
+    eager, flash = (dict(model.named_parameters()) for model in models)
+    for name, parameter in eager.items():
+        assert_equal(flash[name].grad, parameter.grad)
+        assert "sinks" not in name or flash[name].grad.abs().max() > 1e-5
+
+
+@torch.no_grad()
+def test_transformers_packed(models):
+    """Two texts in one row, told apart by their positions, as two rows."""
+    eager, flash = models
+    texts = torch.randint(1, VOCABULARY, (2, 11))
+    positions = torch.arange(11).repeat(2)[None]
+    packed = flash(texts.view(1, -1), position_ids=positions).logits
+    assert_equal(packed.view(2, 11, -1), eager(texts).logits)
+
+
+@torch.no_grad()
+def test_transformers_generate(models):
+    """Each step's logits are those of eager attention over the finished text."""
+    eager, flash = models
+    batch = prompts(padded=True)
+    generated = flash.generate(
+        **batch,
+        max_new_tokens=12,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    text, mask = generated.sequences, batch["attention_mask"]
+    mask = torch.cat([mask, mask.new_ones(3, 12)], 1)
+    assert_equal(
+        torch.stack(generated.logits, 1), eager(text, attention_mask=mask).logits[:, 20:-1]
+    )
