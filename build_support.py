@@ -42,6 +42,7 @@ CPP_DTYPES = {
     "fp16": ("__half", "kFloat16"),
     "bf16": ("__nv_bfloat16", "kBFloat16"),
     "e4m3": ("__nv_fp8_e4m3", "kFloat8E4M3"),
+    "int8": ("int8_t", "kInt8"),
 }
 CPP_FEATURES = {"plain": "kPlain", "full": "kFull"}
 
@@ -72,8 +73,12 @@ class Kernel:
     @property
     def cost(self) -> tuple[int, int, bool]:
         """Orders kernels by how long they take to compile."""
-        operation = ("append", "rotary", "decode", "forward", "backward").index(self.operation)
-        return operation, self.headdim + self.headdim_v, self.features == "full"
+        operations = ("append", "rotary", "quantise", "decode", "forward", "quantised", "backward")
+        return (
+            operations.index(self.operation),
+            self.headdim + self.headdim_v,
+            self.features == "full",
+        )
 
 
 # Smaller head dims run in the next larger kernel, which reads them in place.
@@ -85,25 +90,42 @@ def kv_dtypes(operation: str, dtype: str) -> tuple[str, ...]:
     return (dtype, "e4m3") if operation in ("decode", "append") else (dtype,)
 
 
+# Of a forward whose operands have 8 bits; q and k are padded to the next one.
+QUANTISED_HEADDIMS = (64, 96, 128, 192, 256)
+
 # The one table of what is compiled: a row for each kernel.
-KERNELS = tuple(
-    Kernel(operation, backend, dtype, kv_dtype, dtype, headdims[0], headdims[1], features)
-    for backend, operation, all_headdims in (
-        ("sm80", "forward", HEADDIMS),
-        ("sm80", "backward", HEADDIMS),
-        ("sm80", "decode", HEADDIMS),
-        ("sm90", "forward", HEADDIMS[1:]),
-        ("sm90", "backward", HEADDIMS[1:]),
-        ("sm90", "decode", HEADDIMS),
-    )
-    for dtype, headdims, features in product(("fp16", "bf16"), all_headdims, CPP_FEATURES)
-    for kv_dtype in kv_dtypes(operation, dtype)
-) + tuple(
-    Kernel(operation, backend, dtype, kv_dtype, dtype, *HEADDIMS[-1], "full")  # of any head dim
-    for backend, operation, dtype in product(
-        ("sm80", "sm90"), ("rotary", "append"), ("fp16", "bf16")
-    )
-    for kv_dtype in kv_dtypes(operation, dtype)
+KERNELS = (
+    *(
+        Kernel(operation, backend, dtype, kv_dtype, dtype, headdims[0], headdims[1], features)
+        for backend, operation, all_headdims in (
+            ("sm80", "forward", HEADDIMS),
+            ("sm80", "backward", HEADDIMS),
+            ("sm80", "decode", HEADDIMS),
+            ("sm90", "forward", HEADDIMS[1:]),
+            ("sm90", "backward", HEADDIMS[1:]),
+            ("sm90", "decode", HEADDIMS),
+        )
+        for dtype, headdims, features in product(("fp16", "bf16"), all_headdims, CPP_FEATURES)
+        for kv_dtype in kv_dtypes(operation, dtype)
+    ),
+    *(
+        Kernel(operation, backend, dtype, kv_dtype, dtype, *HEADDIMS[-1], "full")  # any head dim
+        for backend, operation, dtype in product(
+            ("sm80", "sm90"), ("rotary", "append"), ("fp16", "bf16")
+        )
+        for kv_dtype in kv_dtypes(operation, dtype)
+    ),
+    *(
+        Kernel("quantised", "sm90", dtype, dtype, out_dtype, headdim, headdim, features)
+        for dtype, out_dtype, headdim, features in product(
+            ("int8", "e4m3"), ("fp16", "bf16"), QUANTISED_HEADDIMS, CPP_FEATURES
+        )
+    ),
+    *(  # of inputs of 16 bits, into those; or values in e4m3 are transposed
+        Kernel("quantise", "sm90", dtype, kv_dtype, "e4m3", headdim, headdim, "full")
+        for dtype, kv_dtype in (*product(("fp16", "bf16"), ("int8", "e4m3")), ("e4m3", "e4m3"))
+        for headdim in QUANTISED_HEADDIMS
+    ),
 )
 
 

@@ -113,6 +113,20 @@ class Reader {
     bind(name, target.data, tensor);
   }
 
+  // Values in e4m3 as the quantised forward takes them, heads outside of rows.
+  void transposed(const std::string& name, Operand& target, const Shape& shape) {
+    const TensorView& tensor = get(name);
+    const int last = tensor.ndim - 1;
+    if (!matches(tensor, shape, DType::kFloat8E4M3) || tensor.stride[last] != 1 ||
+        (tensor.stride[last - 1] | tensor.stride[last - 2]) % 16 != 0 ||
+        reinterpret_cast<uintptr_t>(tensor.data) % 16 != 0) {
+      reject(name, tensor, shape, DType::kFloat8E4M3, "last stride 1, 16-byte alignment");
+    }
+    const int64_t batch_stride = tensor.ndim == 4 ? tensor.stride[0] : 0;
+    target = {tensor.data, batch_stride, tensor.stride[last - 1], tensor.stride[last - 2]};
+    bind(name, target.data, tensor);
+  }
+
   // Null if there is none.
   template <typename T>
   void contiguous(const std::string& name, T*& target, const Shape& shape, DType dtype) {
@@ -208,6 +222,35 @@ Shape lse_shape(const AttentionParams& params) {
                                       : Shape{params.batch, params.nheads, params.total_q};
 }
 
+// Blocks of keys that have scales: of a dense sequence, or of all packed ones.
+int64_t scaled_blocks(bool packed, int64_t seqlen_k, int64_t total_k, int64_t batch) {
+  return packed ? total_k / kScaledKeys + batch : (seqlen_k + kScaledKeys - 1) / kScaledKeys;
+}
+
+// Of transposed values, (batch, nheads_kv, headdim_v, places) or (nheads_kv, headdim_v, places).
+Shape values_shape(bool packed, int64_t batch, int64_t nheads_kv, int64_t headdim_v,
+                   int64_t blocks) {
+  const int64_t places = blocks * kScaledKeys;
+  return packed ? Shape{nheads_kv, headdim_v, places} : Shape{batch, nheads_kv, headdim_v, places};
+}
+
+void read_values(Reader& reader, const char* name, Operand& values, QuantisedParams& params,
+                 bool packed) {
+  const int64_t blocks = scaled_blocks(packed, params.seqlen_k, params.total_k, params.batch);
+  params.places_v = to_int("places of keys", blocks * kScaledKeys);
+  reader.transposed(name, values,
+                    values_shape(packed, params.batch, params.nheads_kv, params.headdim_v, blocks));
+}
+
+// (batch, heads, entries) or, packed, (heads, entries).
+void read_scales(Reader& reader, const char* name, Scales& scales, bool packed, int64_t batch,
+                 int64_t heads, int64_t entries) {
+  scales.head_stride = entries;
+  scales.batch_stride = packed ? 0 : heads * entries;
+  reader.contiguous(name, scales.data,
+                    packed ? Shape{heads, entries} : Shape{batch, heads, entries}, DType::kFloat32);
+}
+
 template <typename Params>
 void read_common(Reader& reader, Params& params) {
   const Kernel& kernel = reader.kernel();
@@ -218,8 +261,10 @@ void read_common(Reader& reader, Params& params) {
                                 join(k.size, k.ndim) + " and " + join(v.size, v.ndim) +
                                 "; accepted: 3 dimensions where packed (cu_seqlens), else 4");
   }
+  // Quantised values are transposed: (..., nheads_kv, headdim_v, places).
+  constexpr bool kQuantised = std::is_same_v<Params, QuantisedParams>;
   const int64_t nheads = q.size[q.ndim - 2], headdim = q.size[q.ndim - 1];
-  const int64_t nheads_kv = k.size[k.ndim - 2], headdim_v = v.size[v.ndim - 1];
+  const int64_t nheads_kv = k.size[k.ndim - 2], headdim_v = v.size[v.ndim - (kQuantised ? 2 : 1)];
   params.batch = to_int("batch", packed_q ? reader.get("cu_seqlens_q").size[0] - 1 : q.size[0]);
   params.nheads = to_int("nheads", nheads);
   params.nheads_kv = to_int("nheads_kv", nheads_kv);
@@ -249,7 +294,12 @@ void read_common(Reader& reader, Params& params) {
   v_shape.back() = headdim_v;
   reader.operand("q", params.q, rows_of(q, headdim), kernel.dtype);
   reader.operand("k", params.k, k_shape, kernel.kv_dtype);
-  reader.operand("v", params.v, v_shape, kernel.kv_dtype);
+  if constexpr (kQuantised) {
+    read_values(reader, "v", params.v, params, packed_k);
+    if (reader.has("v_low")) read_values(reader, "v_low", params.v_low, params, packed_k);
+  } else {
+    reader.operand("v", params.v, v_shape, kernel.kv_dtype);
+  }
   reader.operand("out", params.out, rows_of(q, headdim_v), kernel.out_dtype);
   params.lse_head_stride = params.total_q;
   params.lse_batch_stride = packed_q ? 0 : nheads * params.lse_head_stride;
@@ -334,6 +384,80 @@ void read(Reader& reader, ForwardParams& params) {
   reader.contiguous("seqused_before", params.seqused_before, {params.batch}, DType::kInt32);
   read_descales(reader, params);
   complete(reader, params);
+}
+
+void read(Reader& reader, QuantisedParams& params) {
+  read_common(reader, params);
+  const bool packed_q = reader.has("cu_seqlens_q"), packed_k = reader.has("cu_seqlens_k");
+  reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
+  const int64_t batch = params.batch;
+  const int64_t blocks = scaled_blocks(packed_k, params.seqlen_k, params.total_k, batch);
+  read_scales(reader, "q_scale", params.q_scale, packed_q, batch, params.nheads, params.total_q);
+  read_scales(reader, "k_scale", params.k_scale, packed_k, batch, params.nheads_kv, blocks);
+  read_scales(reader, "v_scale", params.v_scale, packed_k, batch, params.nheads_kv, blocks);
+  read_descales(reader, params);
+  reader.descale("q_descale", params.q_descale, {batch, params.nheads_kv});
+  if (params.leftpad_k != nullptr || params.cache_batch_idx != nullptr) {
+    throw std::invalid_argument("leftpad_k, cache_batch_idx: accepted by the quantised: None");
+  }
+  complete(reader, params);
+}
+
+// Results of q and k have the head dimension of the kernel.
+void read(Reader& reader, QuantiseParams& params) {
+  const Kernel& kernel = reader.kernel();
+  const bool rounds = reader.has("q"), packed = reader.has("cu_seqlens_k");
+  const TensorView& v = reader.get("v");
+  if (v.ndim != (packed ? 3 : 4)) {
+    throw std::invalid_argument("v: got shape " + join(v.size, v.ndim) +
+                                "; accepted: 3 dimensions where packed (cu_seqlens_k), else 4");
+  }
+  const int64_t rows_k = v.size[v.ndim - 3], nheads_kv = v.size[v.ndim - 2];
+  const int64_t batch = packed ? reader.get("cu_seqlens_k").size[0] - 1 : v.size[0];
+  params.batch = to_int("batch", batch);
+  params.seqlen_k = params.total_k = to_int("rows of k", rows_k);
+  params.nheads_kv = to_int("nheads_kv", nheads_kv);
+  params.headdim_v = to_int("headdim_v", v.size[v.ndim - 1]);
+  const int64_t blocks = scaled_blocks(packed, rows_k, rows_k, batch);
+  params.blocks = to_int("blocks of keys", blocks);
+  reader.operand("v", params.v, rows_of(v, params.headdim_v), kernel.dtype);
+  const Shape values = values_shape(packed, batch, nheads_kv, params.headdim_v, blocks);
+  reader.transposed("v_out", params.v_out, values);
+  if (reader.has("v_low")) reader.transposed("v_low", params.v_low, values);
+  reader.contiguous("cu_seqlens_k", params.cu_seqlens_k, {batch + 1}, DType::kInt32);
+  reader.contiguous("seqused_k", params.seqused_k, {batch}, DType::kInt32);
+  params.nheads = 1;
+  params.batch_q = 1;
+  if (rounds) {
+    const TensorView& q = reader.get("q");
+    const bool packed_q = q.ndim == 3;
+    params.batch_q = packed_q ? 1 : to_int("batch of q", q.size[0]);
+    params.seqlen_q = to_int("rows of q", q.size[q.ndim - 3]);
+    params.nheads = to_int("nheads", q.size[q.ndim - 2]);
+    params.headdim = to_int("headdim", q.size[q.ndim - 1]);
+    Shape k_shape = rows_of(v, params.headdim);
+    reader.operand("q", params.q, rows_of(q, params.headdim), kernel.dtype);
+    reader.operand("k", params.k, k_shape, kernel.dtype);
+    reader.operand("q_out", params.q_out, rows_of(q, kernel.headdim), kernel.kv_dtype);
+    k_shape.back() = kernel.headdim;
+    reader.operand("k_out", params.k_out, k_shape, kernel.kv_dtype);
+    read_scales(reader, "q_scale", params.q_scale, packed_q, params.batch_q, params.nheads,
+                params.seqlen_q);
+    read_scales(reader, "k_scale", params.k_scale, packed, batch, nheads_kv, blocks);
+    read_scales(reader, "v_scale", params.v_scale, packed, batch, nheads_kv, blocks);
+    if (params.k_scale.data == nullptr || params.q_scale.data == nullptr ||
+        params.v_scale.data == nullptr) {
+      throw std::invalid_argument("q_scale, k_scale, v_scale: missing");
+    }
+  }
+  if (!reader.aligned()) {
+    throw std::invalid_argument("q, k, v: accepted: rows of a multiple of 16 bytes");
+  }
+  if (params.headdim > kernel.headdim || params.headdim_v > kernel.headdim_v) {
+    throw std::invalid_argument("kernel: got " + describe(kernel) + " for head dimensions " +
+                                std::to_string(params.headdim) + " and " +
+                                std::to_string(params.headdim_v));
+  }
 }
 
 void read(Reader& reader, BackwardParams& params) {
@@ -471,6 +595,10 @@ Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
     : kernel_(&kernel) {
   if (kernel.operation == ForwardParams::kOperation || kernel.operation == "decode") {
     prepare<ForwardParams>(tensors, numbers, "q");
+  } else if (kernel.operation == QuantisedParams::kOperation) {
+    prepare<QuantisedParams>(tensors, numbers, "q");
+  } else if (kernel.operation == QuantiseParams::kOperation) {
+    prepare<QuantiseParams>(tensors, numbers, "v");
   } else if (kernel.operation == BackwardParams::kOperation) {
     prepare<BackwardParams>(tensors, numbers, "q");
   } else if (kernel.operation == AppendParams::kOperation) {

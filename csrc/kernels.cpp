@@ -27,6 +27,8 @@ const char* name(DType dtype) {
       return "bf16";
     case DType::kFloat8E4M3:
       return "e4m3";
+    case DType::kInt8:
+      return "int8";
     case DType::kFloat32:
       return "fp32";
     case DType::kInt32:
@@ -41,6 +43,7 @@ const char* name(DType dtype) {
 int size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat8E4M3:
+    case DType::kInt8:
       return 1;
     case DType::kFloat16:
     case DType::kBFloat16:

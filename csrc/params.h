@@ -7,7 +7,16 @@
 namespace flash {
 
 // kOther is any dtype that no kernel takes.
-enum class DType : uint8_t { kFloat16, kBFloat16, kFloat8E4M3, kFloat32, kInt32, kInt64, kOther };
+enum class DType : uint8_t {
+  kFloat16,
+  kBFloat16,
+  kFloat8E4M3,
+  kInt8,
+  kFloat32,
+  kInt32,
+  kInt64,
+  kOther
+};
 
 // What a kernel is compiled for. kFull has softcap, ALiBi and dropout; on sm80 also tensors that
 // cannot be moved 16 bytes at a time, and in the forward pages. kPlain has none of them there.
@@ -153,6 +162,56 @@ void visit_numbers(ForwardParams& params, Visit visit) {
   visit("num_splits", params.num_splits);
   visit("seqlen_new", params.seqlen_new);
 }
+
+// Keys that share a scale, where keys and values are quantised.
+constexpr int kScaledKeys = 128;
+
+// What the elements of an operand in 8 bits are multiplied by, all positive: entry i of head h of
+// sequence b is data[b * batch_stride + h * head_stride + i]. Entries of queries are tokens, those
+// of keys and values blocks of kScaledKeys keys. Of packed sequences all are counted on, and
+// batch_stride is 0. Null: 1.
+struct Scales {
+  float* data;
+  int64_t batch_stride, head_stride;
+};
+
+// Of the operation "quantised": a forward whose operands have 8 bits, q and k of one type, v in
+// e4m3. Sequence i of packed keys has its blocks of kScaledKeys keys from block cu_seqlens_k[i] /
+// kScaledKeys + i on, a dense one from block 0 on.
+struct QuantisedParams : ForwardParams {
+  static constexpr std::string_view kOperation = "quantised";
+
+  // v, and what it lacks, v_low (data null: nothing), are transposed, (batch, nheads_kv, headdim_v,
+  // places_v) or (nheads_kv, headdim_v, places_v): row_stride is that of the head dimension. Keys
+  // have their places by sm90/scaled_blocks.cuh. Behind the last key of a sequence, to the end of
+  // its last block, there are zeros.
+  Operand v_low;
+  int places_v;
+
+  Scales q_scale, k_scale, v_scale;
+  Descale q_descale;  // as k_descale and v_descale; that of v may have any sign
+  float score_scale;  // softmax_scale, which is 1 in a kernel: scores have their scales then
+};
+
+// Of the operation "quantise": q, k and v of 16 bits become what QuantisedParams has; or v of e4m3
+// alone is transposed.
+struct QuantiseParams : CallParams {
+  static constexpr std::string_view kOperation = "quantise";
+
+  Operand q;             // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
+  Operand k;             // (batch, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
+  Operand v;             // the same with headdim_v
+  Operand q_out, k_out;  // like q and k with the kernel's head dimension; q null: v alone
+  Operand v_out, v_low;  // as v and v_low of QuantisedParams; v_low null: one term
+  Scales q_scale, k_scale, v_scale;
+  int batch_q, seqlen_q;  // packed: 1, all rows
+  int batch, seqlen_k;    // seqlen_k: of a dense sequence
+  int nheads, nheads_kv, headdim, headdim_v;
+  int total_k;              // rows of packed k
+  int blocks;               // of kScaledKeys keys: of a dense sequence, or of all packed ones
+  const int* cu_seqlens_k;  // (batch + 1), or null: dense
+  const int* seqused_k;     // (batch), or null
+};
 
 struct BackwardParams : AttentionParams {
   static constexpr std::string_view kOperation = "backward";

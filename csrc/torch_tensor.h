@@ -27,6 +27,7 @@ struct TorchNames {
   PyObject* float16;
   PyObject* bfloat16;
   PyObject* float8_e4m3fn;
+  PyObject* int8;
   PyObject* float32;
   PyObject* int32;
   PyObject* int64;
@@ -43,6 +44,7 @@ struct TorchNames {
     float16 = keep("float16");
     bfloat16 = keep("bfloat16");
     float8_e4m3fn = keep("float8_e4m3fn");
+    int8 = keep("int8");
     float32 = keep("float32");
     int32 = keep("int32");
     int64 = keep("int64");
@@ -95,6 +97,7 @@ inline TensorView view_attributes(pybind11::handle tensor) {
   if (dtype.ptr() == names.float16) view.dtype = DType::kFloat16;
   if (dtype.ptr() == names.bfloat16) view.dtype = DType::kBFloat16;
   if (dtype.ptr() == names.float8_e4m3fn) view.dtype = DType::kFloat8E4M3;
+  if (dtype.ptr() == names.int8) view.dtype = DType::kInt8;
   if (dtype.ptr() == names.float32) view.dtype = DType::kFloat32;
   if (dtype.ptr() == names.int32) view.dtype = DType::kInt32;
   if (dtype.ptr() == names.int64) view.dtype = DType::kInt64;
@@ -107,6 +110,7 @@ inline DType dtype_of(dlpack::DataType type) {
   if (type.code == kBfloat && type.bits == 16) return DType::kBFloat16;
   if (type.code == dlpack::kFloat8E4M3) return DType::kFloat8E4M3;
   if (type.code == kFloat && type.bits == 32) return DType::kFloat32;
+  if (type.code == kInt && type.bits == 8) return DType::kInt8;
   if (type.code == kInt && type.bits == 32) return DType::kInt32;
   if (type.code == kInt && type.bits == 64) return DType::kInt64;
   return DType::kOther;

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flash_attn._backends.philox import dropout_keep_mask
+from flash_attn._backends.quantisation import HEADDIMS, first_scale_blocks, rotation
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "cuda_on_host.h"
@@ -64,10 +65,34 @@ def test_order_of_dense_tiles(tmp_path: Path) -> None:
     assert output_of("dense_tiles", tmp_path, []) == (0, "")
 
 
-def test_products_in_e4m3(tmp_path: Path, build_support: ModuleType) -> None:
-    """Lanes, layouts and banks; it takes the headers of a CUDA toolkit."""
+def toolkit_include(build_support: ModuleType) -> tuple[str, ...]:
     nvcc = build_support.find_nvcc(os.environ)
     if nvcc is None:
         pytest.skip("no CUDA toolkit")
-    include = build_support.read_toolkit(nvcc).include
-    assert output_of("e4m3", tmp_path, [], ("-pthread", "-isystem", str(include))) == (0, "")
+    return "-pthread", "-isystem", str(build_support.read_toolkit(nvcc).include)
+
+
+def test_operands_of_8_bits(tmp_path: Path, build_support: ModuleType) -> None:
+    """Layouts of P and V, the blocks of packed keys, and the rotation of quantisation.py."""
+    batches = [[0, 5], [0, 0, 128, 129, 129, 400], [3, 130, 258, 260, 600], [0, 127, 127, 383]]
+    numbers = [len(batches)]
+    for bounds in batches:
+        batch, total = len(bounds) - 1, bounds[-1] + 7
+        starts = first_scale_blocks(torch.tensor(bounds)).tolist()
+        rows = {
+            start + i // 128: (begin + i, min(128, end - begin - i))
+            for start, begin, end in zip(starts, bounds, bounds[1:], strict=False)
+            for i in range(0, end - begin, 128)
+        }
+        numbers += [batch, total, *bounds]
+        for block in range(total // 128 + batch):
+            numbers += rows.get(block, (0, 0))
+    for headdim in HEADDIMS:
+        signs = rotation(headdim, torch.device("cpu")) * headdim**0.5
+        numbers += signs.round().int().flatten().tolist()
+    assert output_of("quantised", tmp_path, numbers, toolkit_include(build_support)) == (0, "")
+
+
+def test_products_in_e4m3(tmp_path: Path, build_support: ModuleType) -> None:
+    """Lanes, layouts and banks; it takes the headers of a CUDA toolkit."""
+    assert output_of("e4m3", tmp_path, [], toolkit_include(build_support)) == (0, "")

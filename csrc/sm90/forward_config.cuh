@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "params.h"
 #include "sm90/forward_tile.h"
@@ -13,12 +14,25 @@
 
 namespace flash::sm90 {
 
-template <typename T_, typename Out_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
-          int kChoice>
+// What a block of quantised keys, and its values, are multiplied by.
+struct BlockScales {
+  float k, v;
+};
+
+// kTerms_: tensors that V is the sum of, if it is quantised
+template <typename T_, typename V_, typename Out_, int kHeadDim_, int kHeadDimV_,
+          FeatureSet kFeatures_, int kTerms_, int kChoice>
 struct ForwardConfig {
-  using T = T_;      // of Q, K and V
+  using T = T_;      // of Q and K
+  using V = V_;      // of V
   using Out = Out_;  // of the output
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kChoice);
+  static constexpr bool kQuantised = sizeof(T) == 1;
+  static constexpr int kTerms = kTerms_;
+  static constexpr ForwardTile kTile =
+      kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kChoice)
+                 : forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kChoice);
+  using Params = std::conditional_t<kQuantised, QuantisedParams, ForwardParams>;
+  using Score = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;  // of Q K^T
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
@@ -40,17 +54,25 @@ struct ForwardConfig {
 
   static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3));
   static_assert(kBlockN % kWgmmaDepth<T> == 0 && kHeadDimV <= kHeadDim);
+  static_assert(!kQuantised || kScaledKeys % kBlockN == 0);
+  // V, or its transpose, a block in a row.
+  static constexpr int kValueTile =
+      kQuantised ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
 
-  struct SharedStorage {  // of a stream
+  struct Storage {  // of a stream
     alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
     alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
-    alignas(1024) T v[kStages][kTileSize<T, kBlockN, kHeadDimV>];
+    alignas(1024) V v[kStages][kTerms][kValueTile];
     Pipeline<kQStages> q_pipeline;
     Pipeline<kStages> k_pipeline, v_pipeline;
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
     TilePipeline tiles;
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
   };
+  struct QuantisedStorage : Storage {
+    BlockScales scales[kStages];  // filled with K
+  };
+  using SharedStorage = std::conditional_t<kQuantised, QuantisedStorage, Storage>;
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);
 };
 

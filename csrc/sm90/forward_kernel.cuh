@@ -38,6 +38,7 @@
 #include "sm90/forward_config.cuh"
 #include "sm90/key_blocks.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/quantised_softmax.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/split.cuh"
 #include "sm90/store.cuh"
@@ -54,6 +55,14 @@ struct ForwardMaps {
   CUtensorMap k;  // (slots, nheads_kv, rows, headdim), box: key_box_rows
   CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v)
 };
+
+// Of quantised operands.
+struct QuantisedMaps : ForwardMaps {
+  // v too: (batch, nheads_kv, headdim_v, places of keys), box: a block of keys
+  CUtensorMap v_low;
+};
+template <typename Config>
+using MapsOf = std::conditional_t<Config::kQuantised, QuantisedMaps, ForwardMaps>;
 
 // The rows of a tile: `rows` queries of `group` heads each, heads fastest.
 struct TileRows {
@@ -143,8 +152,8 @@ template <typename Config>
 struct Producer {
   using T = typename Config::T;
 
-  const ForwardParams& params;
-  const ForwardMaps& maps;
+  const typename Config::Params& params;
+  const MapsOf<Config>& maps;
   const ForwardSchedule& schedule;
   typename Config::SharedStorage& shared;
   const int lane;
@@ -153,7 +162,13 @@ struct Producer {
   PipelineState<1> tail_state;
 
   __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
-    shared.k_pipeline.wait_empty(k_state);
+    if constexpr (Config::kQuantised) {
+      const BlockScales scales = block_scales(params, sequence, tile, n);
+      shared.k_pipeline.wait_empty(k_state);
+      if (lane == 0) shared.scales[k_state.stage()] = scales;
+    } else {
+      shared.k_pipeline.wait_empty(k_state);
+    }
     load_keys<Config::kHeadDim>(shared.k[k_state.stage()], maps.k,
                                 shared.k_pipeline.full[k_state.stage()], tile, sequence, n);
     k_state.advance();
@@ -161,15 +176,20 @@ struct Producer {
 
   __device__ void load_v(const Tile& tile, const Sequence& sequence, int n) {
     shared.v_pipeline.wait_empty(v_state);
+    if constexpr (Config::kQuantised) {
+      load_transposed_v(tile, sequence, n);
+      v_state.advance();
+      return;
+    }
     const int valid_rows = sequence.seqlen_k - n;
     const bool clear = schedule.clear_tail && valid_rows < Config::kBlockN;
     uint64_t& full = shared.v_pipeline.full[v_state.stage()];
-    load_keys<Config::kHeadDimV>(shared.v[v_state.stage()], maps.v, clear ? shared.tail_full : full,
-                                 tile, sequence, n);
+    auto* const v = shared.v[v_state.stage()][0];
+    load_keys<Config::kHeadDimV>(v, maps.v, clear ? shared.tail_full : full, tile, sequence, n);
     if (clear) {
       wait(shared.tail_full, tail_state.phase());
       tail_state.advance();
-      clear_tail<Config::kBlockN, Config::kHeadDimV>(shared.v[v_state.stage()], valid_rows, lane);
+      clear_tail<Config::kBlockN, Config::kHeadDimV>(v, valid_rows, lane);
       arrive_of_warp(full, lane);
     }
     v_state.advance();
@@ -193,9 +213,22 @@ struct Producer {
   }
 
  private:
-  template <int kCols>
-  __device__ void load_keys(T* block, const CUtensorMap& map, uint64_t& full, const Tile& tile,
-                            const Sequence& sequence, int n) {
+  __device__ void load_transposed_v(const Tile& tile, const Sequence& sequence, int n) {
+    auto& v = shared.v[v_state.stage()];
+    uint64_t& full = shared.v_pipeline.full[v_state.stage()];
+    if (lane != 0) return;
+    arrive_expecting(full, sizeof(v));
+    const int place = first_scaled_block(params, sequence, tile.batch) * kScaledKeys + n;
+    const auto load = [&](auto* term, const CUtensorMap& map) {
+      load_columns(term, map, full, place, 0, tile.head_kv, sequence.k_batch);
+    };
+    load(v[0], maps.v);
+    if constexpr (Config::kTerms == 2) load(v[1], maps.v_low);
+  }
+
+  template <int kCols, typename Element>
+  __device__ void load_keys(Element* block, const CUtensorMap& map, uint64_t& full,
+                            const Tile& tile, const Sequence& sequence, int n) {
     const BlockTable table{params.block_table, params.block_table_stride, params.page_size,
                            params.slots_k, params.seqlen_k};
     const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first, tile.head_kv, table};
@@ -282,12 +315,16 @@ struct Consumer {
   __device__ void wait_for_q() { shared.q_pipeline.wait_full(q_state); }
   __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
   __device__ void wait_for_v() { shared.v_pipeline.wait_full(kv_state); }
+  __device__ BlockScales scales_of(KvState k) const {
+    return shared.scales[warp_uniform(k.stage())];
+  }
   __device__ void release_q() { shared.q_pipeline.release(q_state, lane); }
   __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
   __device__ void release_v() { shared.v_pipeline.release(kv_state, lane); }
 
   // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
-  __device__ void begin_scores(float (&scores)[1][Config::kBlockN / 8][4], KvState k) {
+  __device__ void begin_scores(typename Config::Score (&scores)[1][Config::kBlockN / 8][4],
+                               KvState k) {
     const KMajor<T, Config::kBlockM, uint64_t> q(shared.q[warp_uniform(q_state.stage())],
                                                  warpgroup * kWarpgroupRows);
     start_multiply<T, Config::kHeadDim>(
@@ -296,8 +333,19 @@ struct Consumer {
   // O += P V
   __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
                                const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
-    start_multiply_accumulate<T>(
-        out[0], p, MnMajor<T, Config::kBlockN, uint64_t>(shared.v[warp_uniform(kv_state.stage())]));
+    auto& v = shared.v[warp_uniform(kv_state.stage())];
+    using V = typename Config::V;
+    if constexpr (Config::kQuantised) {
+      using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
+      if constexpr (Config::kTerms == 1) {
+        start_multiply_accumulate<V>(out[0], p, Values(v[0]));
+      } else {
+        const Values terms[] = {Values(v[0]), Values(v[1])};
+        start_multiply_accumulate<V>(out[0], p, terms);
+      }
+    } else {
+      start_multiply_accumulate<V>(out[0], p, MnMajor<V, Config::kBlockN, uint64_t>(v[0]));
+    }
   }
 
   // Reads nothing of a block: none of its queries sees it.
@@ -322,15 +370,26 @@ struct Epilogue {
   float factors[2];  // what the output is multiplied by
   Out* targets[2];   // where it goes; null: the row holds no query
 
-  // Writes the log-sum-exp. dropout_scale: of the probabilities that are kept
+  // Writes the log-sum-exp. scale: of the output
   __device__ void finish_softmax(const ForwardParams& params, const TileRows& tile_rows,
-                                 const Tile& tile, SoftmaxState<1>& softmax, float dropout_scale,
+                                 const Tile& tile, SoftmaxState<1>& softmax, float scale,
                                  int first_row, int lane) {
     // What it needs of the sequence is read again instead of occupying registers.
     const Sequence sequence(params, ptx::opaque(tile.batch));
     const int m_begin = ptx::opaque(tile.block) * tile_rows.rows;
     float lse[2];
-    finish_rows(softmax, dropout_scale, factors, lse, WarpTeam());
+    if constexpr (Config::kQuantised) {
+      float sinks[2] = {-INFINITY, -INFINITY};
+      if (params.s_aux != nullptr) {
+        sinks[0] = params.s_aux[tile_rows.head_of(tile.head, first_row)];
+        sinks[1] = params.s_aux[tile_rows.head_of(tile.head, first_row + 8)];
+      }
+      const float descale =
+          descale_of(params.v_descale, ptx::opaque(tile.batch), ptx::opaque(tile.head_kv));
+      finish_quantised_rows(softmax, sinks, scale * descale, factors, lse, lane % 4 == 0);
+    } else {
+      finish_rows(softmax, scale, factors, lse, WarpTeam());
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8, query = m_begin + tile_rows.query_of(row);
@@ -368,16 +427,19 @@ __device__ bool merge_tile(const ForwardParams& params, const ForwardSchedule& s
 }
 
 template <typename Config>
-__device__ void consume(const ForwardParams& params, const ForwardSchedule& schedule,
+__device__ void consume(const typename Config::Params& params, const ForwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
+  constexpr bool kQuantised = Config::kQuantised, kDropout = kFull && !kQuantised;
   constexpr int kBlockN = Config::kBlockN;
   // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1;
   // Beside the last matmul, or behind it. Code that does it at several places would spill with two
-  // streams, whose warps have few registers; with the full set it is slower.
-  constexpr bool kFinishEarly = Config::kStreams == 1 && !kFull;
+  // streams, whose warps have few registers, or with a wide quantised head; with the full set it is
+  // slower.
+  constexpr bool kFinishEarly =
+      Config::kStreams == 1 && !kFull && !(kQuantised && Config::kHeadDimV > 192);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
@@ -395,7 +457,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
 
   Consumer<Config> consumer{shared, warpgroup, lane};
   auto& kv_state = consumer.kv_state;
-  float scores[1][kBlockN / 8][4];
+  typename Config::Score scores[1][kBlockN / 8][4];
   const auto query_of = [&](int row) { return schedule.query_of(row); };
   const int first_query = query_of(warpgroup * kWarpgroupRows);
   const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
@@ -412,41 +474,60 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     float out[1][Config::kHeadDimV / 8][4] = {};
     ptx::wait_for_earlier_kernels();
     float sinks[2] = {-INFINITY, -INFINITY};
-    if (params.s_aux != nullptr && tile.part == 0) {
+    if (!kQuantised && params.s_aux != nullptr && tile.part == 0) {
       sinks[0] = params.s_aux[schedule.head_of(tile.head, first_row)];
       sinks[1] = params.s_aux[schedule.head_of(tile.head, first_row + 8)];
     }
     SoftmaxState<1> softmax(scale_log2, sinks, lane % 4 == 0);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     const Dropout dropout(params, tile.batch, tile.head);
+    std::conditional_t<kQuantised, TileScales<kFull>, NoScales> scales(
+        params, schedule, tile, range.sequence, range.m_begin, first_row);
     uint32_t p[kBlockN / kWgmmaDepth<T>][4];
     const auto softmax_block = [&](auto first, int n) {
       constexpr bool kFirst = decltype(first)::value;
       const int key = n + lane % 4 * 2;
       const int row = ptx::opaque(range.position);  // or what follows would occupy registers
-      const auto mask_scores = [&] {
-        if (n + kBlockN <= all_end && n >= all_begin) return;
-        const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
-        apply_mask(scores, range.mask, row_of, key);
+      const auto transform_and_mask = [&](float (&scores)[1][kBlockN / 8][4]) {
+        const auto mask_scores = [&] {
+          if (n + kBlockN <= all_end && n >= all_begin) return;
+          const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
+          apply_mask(scores, range.mask, row_of, key);
+          if constexpr (kQuantised && !kFull) keep_hidden(scores, scales.q[0]);
+        };
+        if constexpr (kFull) {
+          transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});
+        }
+        mask_scores();
       };
-      if constexpr (kFull) {
-        transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});
-      }
-      mask_scores();
-      if (kFull && dropout.enabled) {
-        softmax_step<T, kFirst>(p, softmax, scores, out, lane, [&](int i, int lane) {
-          return dropout.kept((range.m_begin + first_row) / 16, n / 16 + i, lane);
+      if constexpr (kQuantised) {
+        as_floats(scores, [&](float (&scores)[1][kBlockN / 8][4]) {
+          const typename Config::Score type{};
+          scales.apply(scores, type);
+          transform_and_mask(scores);
+          const Exponents exponents = exponents_of(scales, softmax.scale_log2, type);
+          quantised_softmax_step<kFirst>(p, softmax, scores, exponents, scales.block.v, out);
         });
       } else {
-        softmax_step<T, kFirst>(p, softmax, scores, out, lane,
-                                [](int, int) { return [](int, int) { return true; }; });
+        transform_and_mask(scores);
+        if (kDropout && dropout.enabled) {
+          softmax_step<T, kFirst>(p, softmax, scores, out, lane, [&](int i, int lane) {
+            return dropout.kept((range.m_begin + first_row) / 16, n / 16 + i, lane);
+          });
+        } else {
+          softmax_step<T, kFirst>(p, softmax, scores, out, lane,
+                                  [](int, int) { return [](int, int) { return true; }; });
+        }
       }
     };
 
     Epilogue<Config> epilogue;
     const auto finish_softmax = [&] {
       epilogue.finish_softmax(params, schedule, tile, softmax,
-                              kFull && dropout.enabled ? dropout.scale : 1.f, first_row, lane);
+                              kQuantised                    ? kProbabilityUnit
+                              : kDropout && dropout.enabled ? dropout.scale
+                                                            : 1.f,
+                              first_row, lane);
     };
 
     const bool is_split = schedule.splits > 1;
@@ -464,6 +545,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       consumer.wait_for_q();
       consumer.wait_for_k(kv_state);
       consumer.begin_scores(scores, kv_state);
+      if constexpr (kQuantised) scales.block = consumer.scales_of(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
       if (kReleaseQEarly && block.is_last()) consumer.release_q();
@@ -477,6 +559,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
         consumer.begin_scores(scores, kv_state.next());
         consumer.begin_output(out, p);
         pass_turn();
+        if constexpr (kQuantised) scales.block = consumer.scales_of(kv_state.next());
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(kv_state.next());
         if (kReleaseQEarly && block.is_last()) consumer.release_q();
@@ -509,8 +592,8 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
 // params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    forward_kernel(const __grid_constant__ ForwardParams params,
-                   const __grid_constant__ ForwardMaps maps,
+    forward_kernel(const __grid_constant__ typename Config::Params params,
+                   const __grid_constant__ MapsOf<Config> maps,
                    const __grid_constant__ ForwardSchedule schedule, float scale_log2) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto* const shared_of_stream = reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);

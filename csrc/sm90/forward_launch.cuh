@@ -47,8 +47,8 @@ ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
   schedule.whole = splits == 1 ? schedule.tiles : 0;
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
-  const int64_t head_bytes =
-      int64_t{sizeof(typename Config::T)} * params.seqlen_k * (params.headdim + params.headdim_v);
+  const int64_t head_bytes = int64_t{sizeof(typename Config::T)} * params.seqlen_k *
+                             (params.headdim + Config::kTerms * params.headdim_v);
   const int64_t all_heads_kv = int64_t{1} * params.batch * params.nheads_kv;
   const auto heads_of = [&](int64_t heads_kv) {
     return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv);
@@ -79,7 +79,7 @@ ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
 }
 
 template <typename Config>
-ForwardMaps make_maps(const ForwardParams& params, const ForwardSchedule& schedule) {
+MapsOf<Config> make_maps(const typename Config::Params& params, const ForwardSchedule& schedule) {
   using T = typename Config::T;
   const bool packed_q = params.cu_seqlens_q != nullptr, packed_k = params.cu_seqlens_k != nullptr;
   const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
@@ -95,19 +95,35 @@ ForwardMaps make_maps(const ForwardParams& params, const ForwardSchedule& schedu
                                     {slots_k, x.batch_stride, 1}});
   };
   const Operand& q = params.q;
-  return {encode_tensor_map<T, 4>(q.data, params.headdim,
-                                  {{group, q.head_stride, schedule.group},
-                                   {rows_q, q.row_stride, schedule.rows},
-                                   {params.nheads_kv, q.head_stride * group, 1},
-                                   {batch_q, q.batch_stride, 1}}),
-          keys(params.k, params.headdim), keys(params.v, params.headdim_v)};
+  MapsOf<Config> maps;
+  maps.q = encode_tensor_map<T, 4>(q.data, params.headdim,
+                                   {{group, q.head_stride, schedule.group},
+                                    {rows_q, q.row_stride, schedule.rows},
+                                    {params.nheads_kv, q.head_stride * group, 1},
+                                    {batch_q, q.batch_stride, 1}});
+  maps.k = keys(params.k, params.headdim);
+  if constexpr (Config::kQuantised) {
+    const auto values = [&](const Operand& x) {
+      return encode_tensor_map<typename Config::V, 3, Config::kBlockN>(
+          x.data, params.places_v,
+          {{params.headdim_v, x.row_stride, Config::kHeadDimV},
+           {params.nheads_kv, x.head_stride, 1},
+           {packed_k ? 1 : params.batch, x.batch_stride, 1}});
+    };
+    maps.v = values(params.v);
+    if (Config::kTerms == 2) maps.v_low = values(params.v_low);
+  } else {
+    maps.v = keys(params.v, params.headdim_v);
+  }
+  return maps;
 }
 
-using ForwardLauncher = std::function<void(const ForwardParams&, cudaStream_t)>;
+template <typename Config>
+using ForwardLauncher = std::function<void(const typename Config::Params&, cudaStream_t)>;
 
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
-ForwardLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
+ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspaces& wanted) {
   constexpr auto kKernel = forward_kernel<Config>;
   constexpr size_t kSharedBytes = Config::kStreams * sizeof(typename Config::SharedStorage);
   static std::atomic<uint64_t> devices{0};
@@ -135,13 +151,14 @@ ForwardLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
           ? schedule.tickets()
           : (params.total_q / schedule.rows + int64_t{1} * params.batch) * schedule.heads * splits;
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
-  const ForwardMaps prepared = make_maps<Config>(params, schedule);
+  const MapsOf<Config> prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
-  return [=](const ForwardParams& bound, cudaStream_t stream) {
-    ForwardMaps maps = prepared;
+  return [=](const typename Config::Params& bound, cudaStream_t stream) {
+    MapsOf<Config> maps = prepared;
     replace_address(maps.q, bound.q.data);
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
+    if constexpr (Config::kTerms == 2) replace_address(maps.v_low, bound.v_low.data);
     launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream,
                        "launch of the sm90 forward kernel", bound, maps, schedule, scale_log2);
   };
@@ -155,7 +172,7 @@ struct ForwardRow {
   static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV, kFeatures);
 
   template <int kChoice>
-  using Config = ForwardConfig<T, Out, kHeadDim, kHeadDimV, kFeatures, kChoice>;
+  using Config = ForwardConfig<T, T, Out, kHeadDim, kHeadDimV, kFeatures, 1, kChoice>;
 
   static auto prepare(Params& params, Workspaces& wanted) {
     const ForwardPlan plan = plan_forward(params, kFeatures, kHeadDim, kHeadDimV);
@@ -165,7 +182,7 @@ struct ForwardRow {
 
  private:
   template <int kChoice>
-  static ForwardLauncher prepare_choice(int choice, Params& params, Workspaces& wanted) {
+  static ForwardLauncher<Config<0>> prepare_choice(int choice, Params& params, Workspaces& wanted) {
     if constexpr (kChoice + 1 < kTiles) {
       if (choice != kChoice) return prepare_choice<kChoice + 1>(choice, params, wanted);
     }

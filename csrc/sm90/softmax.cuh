@@ -47,10 +47,11 @@ __device__ float2 exponentiate_scores(uint32_t (&p)[kColTiles / 2][4],
 // Where scores have outgrown a row's reference in some lane of the quad, it becomes their maximum
 // and what came before is rescaled. Each row decides for itself, so that its result does not depend
 // on its neighbours.
-template <int kColTiles, int kOutTiles>
+// exponent_of(score, r): of 2, of a score in row r
+template <int kColTiles, int kOutTiles, typename ExponentOf>
 __device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown)[2],
                                  const float (&scores)[1][kColTiles][4],
-                                 float (&out)[1][kOutTiles][4]) {
+                                 float (&out)[1][kOutTiles][4], ExponentOf exponent_of) {
   float factors[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -59,7 +60,7 @@ __device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown
     for (int n = 0; n < kColTiles; ++n) {
       row_max = fmaxf(row_max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
     }
-    const float scaled_max = quad_max(row_max) * softmax.scale_log2;
+    const float scaled_max = exponent_of(quad_max(row_max), r);
     const bool raise = quad_max(outgrown[r] ? 1.f : 0.f) > 0.f && scaled_max > softmax.reference[r];
     factors[r] = softmax.raise_reference(raise, r, scaled_max);
   }
@@ -72,15 +73,16 @@ template <typename T, bool kFirst, int kColTiles, int kOutTiles, typename KeptOf
 __device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& softmax,
                              const float (&scores)[1][kColTiles][4], float (&out)[1][kOutTiles][4],
                              int lane, KeptOf kept_of_block) {
+  const auto exponent_of = [&](float score, int) { return score * softmax.scale_log2; };
   if constexpr (kFirst) {
     float nothing[1][1][4] = {};
-    raise_references(softmax, {true, true}, scores, nothing);
+    raise_references(softmax, {true, true}, scores, nothing, exponent_of);
   }
   float2 sums = exponentiate_scores<T>(p, softmax, scores, lane, kept_of_block);
   if constexpr (!kFirst) {
     const bool outgrown[2] = {!(sums.x <= kLargestSum), !(sums.y <= kLargestSum)};  // NaN too
     if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
-      raise_references(softmax, outgrown, scores, out);
+      raise_references(softmax, outgrown, scores, out, exponent_of);
       // (The shuffle, of its own lane, hides that the dropout mask has been computed before: it had
       // better be computed once more than be remembered.)
       sums = exponentiate_scores<T>(p, softmax, scores, __shfl_sync(0xffffffff, lane, lane),

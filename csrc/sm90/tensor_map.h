@@ -50,10 +50,12 @@ inline void replace_address(CUtensorMap& map, void* data) {
 
 // The map of a tensor of T. A box has kBoxCols<T> of its `cols` innermost elements and lies in
 // shared memory as a part of a tile (tile_layout.cuh). Outside the tensor it reads zeros.
-template <typename T, int kDims>
+// kRowBytes: of a row of the box, if it is not that of a part
+template <typename T, int kDims, int kRowBytes = kPartRowBytes>
 CUtensorMap encode_tensor_map(const void* data, int cols, const MapDim (&dims)[kDims]) {
   cuuint64_t sizes[kDims + 1] = {static_cast<cuuint64_t>(cols)}, strides[kDims];
-  cuuint32_t box[kDims + 1] = {kBoxCols<T>}, steps[kDims + 1] = {1};
+  static_assert(kRowBytes == 128 || kRowBytes == 64);
+  cuuint32_t box[kDims + 1] = {kRowBytes / sizeof(T)}, steps[kDims + 1] = {1};
   for (int i = 0; i < kDims; ++i) {
     sizes[i + 1] = dims[i].size;
     strides[i] = dims[i].size == 1 ? 16 : dims[i].stride * sizeof(T);
@@ -69,7 +71,8 @@ CUtensorMap encode_tensor_map(const void* data, int cols, const MapDim (&dims)[k
       find_in_driver<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   const CUresult result =
       encode(&map, kType, kDims + 1, const_cast<void*>(data), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_INTERLEAVE_NONE,
+             kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     std::ostringstream message;

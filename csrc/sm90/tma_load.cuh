@@ -32,13 +32,20 @@ struct SequenceRows {
   const BlockTable& table;
 };
 
+// Has TMA copy a box, whose first column is `col`, by one lane.
+template <typename... Place>
+__device__ void load_columns(void* box, const CUtensorMap& map, uint64_t& full, int col,
+                             Place... place) {
+  cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, box, &map,
+                                  {col, place...}, &full);
+}
+
 // Has TMA copy a box of rows of part `part`, by one lane.
 // box: (rows, kBoxCols<T>), in a tile
 // place: of the box's first row in the map's outer dimensions, innermost first
 template <typename T, typename... Place>
 __device__ void load_box(T* box, const CUtensorMap& map, uint64_t& full, int part, Place... place) {
-  cuda::ptx::cp_async_bulk_tensor(cuda::ptx::space_cluster, cuda::ptx::space_global, box, &map,
-                                  {part * kBoxCols<T>, place...}, &full);
+  load_columns(box, map, full, part * kBoxCols<T>, place...);
 }
 
 // Loads `rows`, kRows from `row` on, in boxes of box_rows: a lane takes a box.

@@ -20,19 +20,19 @@ template <typename T>
 constexpr int kWgmmaDepth = kWgmmaBytes / sizeof(T);
 
 // A tile as an operand, from row `row` on, a multiple of 8. Products are summed over its columns.
-// tile: (parts, kRows, kBoxCols<T>)
-template <typename T, int kRows, typename Sum = uint32_t>
+// tile: (parts, kRows, kBoxCols<T>), or parts of kRowBytes a row
+template <typename T, int kRows, typename Sum = uint32_t, int kRowBytes = kPartRowBytes>
 struct KMajor {
   static constexpr int kTrans = 0;
-  ptx::WgmmaDescriptor<Sum> descriptor;
+  ptx::WgmmaDescriptor<Sum, kRowBytes> descriptor;
 
   __device__ explicit KMajor(const T* tile, int row = 0)
-      : descriptor(shared_address(tile) + row * kPartRowBytes, 0) {}
+      : descriptor(shared_address(tile) + row * kRowBytes, 0) {}
 
   // Of the kWgmmaDepth<T> columns of step k.
   __device__ uint64_t step(int k) const {
-    constexpr int kSteps = kBoxCols<T> / kWgmmaDepth<T>;  // of a part
-    return descriptor + (k / kSteps * kRows * kPartRowBytes + k % kSteps * kWgmmaBytes) / 16;
+    constexpr int kSteps = kRowBytes / kWgmmaBytes;  // of a part
+    return descriptor + (k / kSteps * kRows * kRowBytes + k % kSteps * kWgmmaBytes) / 16;
   }
 };
 
@@ -59,8 +59,9 @@ struct MnMajor {
 // d: (64, kColTiles * 8), accumulators
 // a: KMajor, 64 rows of a tile (rows, kDepth)
 // b: KMajor, a tile (kColTiles * 8, kDepth), or MnMajor, a tile (kDepth, kColTiles * 8)
-template <typename T, int kDepth, bool kAccumulate = false, int kColTiles, typename A, typename B>
-__device__ void start_multiply(float (&d)[kColTiles][4], const A& a, const B& b) {
+template <typename T, int kDepth, bool kAccumulate = false, int kColTiles, typename Sum, typename A,
+          typename B>
+__device__ void start_multiply(Sum (&d)[kColTiles][4], const A& a, const B& b) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kDepth / kWgmmaDepth<T>; ++k) {
@@ -87,6 +88,20 @@ template <typename T, int kColTiles, int kSteps, typename B>
 __device__ void start_multiply_accumulate(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
                                           const B& b) {
   start_multiply<T, true>(d, a, b);
+}
+// D += A B_0 + A B_1 + ..
+template <typename T, int kColTiles, int kSteps, typename B, int kTerms>
+__device__ void start_multiply_accumulate(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
+                                          const B (&b)[kTerms]) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int term = 0; term < kTerms; ++term) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      ptx::wgmma<B::kTrans>(d, a[k], b[term].step(k), true, T());
+    }
+  }
+  ptx::wgmma_commit();
 }
 
 // A warp's 16 rows of a tile, from row `row` on, as A operands.

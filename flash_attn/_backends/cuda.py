@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flash_attn._arguments import FP8, Attention, CacheAppend
+from flash_attn._arguments import FP8, FP8_LEVELS, SCALE_BLOCK, Attention, CacheAppend
 from flash_attn._backends import tiled
 
 
@@ -132,8 +132,8 @@ def unsupported(problem: Attention, backend: str, operation: str) -> str | None:
 
     ``operation`` is "forward" or "backward".
     """
-    if problem.fp8_level > 0 and operation == "forward":
-        return "has no kernel that quantises q, k and v"
+    if problem.is_fp8 and operation == "forward":
+        return _unsupported_in_fp8(problem, backend)
     if problem.is_quantised and not problem.is_fp8:  # whatever the number of its queries
         operation = "decode"
     found = _kernel(problem, backend, operation, _are_aligned(problem))
@@ -355,11 +355,13 @@ def forward(
     q, k and v are read in place, whatever their strides. ``remember`` is given what ran, if that is
     all that such calls take.
     """
-    if _is_empty(problem):
+    if _is_empty(problem) or (problem.is_fp8 and return_probs):
         return tiled.forward(problem, rng_state, return_probs, out)
     if out is not None and not _is_aligned(out) and (backend == "sm90" or problem.is_quantised):
         result, lse, probs = forward(problem, rng_state, return_probs, backend=backend)
         return out.copy_(result), lse, probs
+    if problem.is_fp8:
+        return (*_forward_in_fp8(problem, out, backend), None)
     q, s_aux = problem.q, problem.s_aux
     tensors = _tensors(problem, rng_state)
     tensors["s_aux"] = None if s_aux is None else s_aux.float().contiguous()
@@ -384,6 +386,92 @@ def forward(
     if remember is not None:
         remember(prepared)
     return out, lse, None
+
+
+# ---- operands of 8 bits --------------------------------------------------------------------------
+
+
+def _unsupported_in_fp8(problem: Attention, backend: str) -> str | None:
+    """As ``unsupported``, of the forward whose operands have 8 bits."""
+    if problem.leftpad_k is not None:
+        return "has no forward in FP8 with cache_leftpad"
+    headdims, aligned = (problem.headdim, problem.headdim_v), _rows_are_aligned(problem)
+    features = problem.features if aligned else problem.features | {"any_alignment"}
+    dtype = torch.int8 if problem.fp8_level > 1 else FP8
+    dtypes = dtype, dtype, problem.out_dtype
+    found = _smallest_kernel(backend, "quantised", dtypes, headdims, features)
+    return found if isinstance(found, str) else None
+
+
+def _forward_in_fp8(problem: Attention, out: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    """Quantise q, k and v, or transpose v alone if they come in FP8; then attend."""
+    a = problem._replace(q=_movable(problem.q), k=_movable(problem.k), v=_movable(problem.v))
+    levels = a.fp8_level > 0
+    dtype = torch.int8 if a.fp8_level > 1 else FP8
+    headdims = a.headdim, a.headdim_v
+    attention = _smallest_kernel(
+        backend, "quantised", (dtype, dtype, a.out_dtype), headdims, a.features
+    )
+    first = _smallest_kernel(backend, "quantise", (a.q.dtype, dtype, FP8), headdims, frozenset())
+    assert isinstance(attention, int) and isinstance(first, int)  # unsupported() has been asked
+    headdim = _KERNELS[first].headdim
+
+    blocks = _scaled_blocks(a)
+    of_keys = (a.nheads_kv,) if a.is_varlen else (a.batch, a.nheads_kv)
+    v_shape = *of_keys, a.headdim_v, blocks * SCALE_BLOCK
+    results = {"v_out": a.v.new_empty(v_shape, dtype=FP8)}
+    given = {"v": a.v, "cu_seqlens_k": _contiguous(a.cu_seqlens_k)}
+    if levels:
+        given |= {"q": a.q, "k": a.k}
+        results["q_out"] = a.q.new_empty(*a.q.shape[:-1], headdim, dtype=dtype)
+        results["k_out"] = a.k.new_empty(*a.k.shape[:-1], headdim, dtype=dtype)
+        results["q_scale"] = a.q.new_empty(a.lse_shape, dtype=torch.float32)
+        for name in ("k_scale", "v_scale"):
+            results[name] = a.q.new_empty(*of_keys, blocks, dtype=torch.float32)
+        if FP8_LEVELS[a.fp8_level - 1] == "accurate":
+            results["v_low"] = torch.empty_like(results["v_out"])
+    else:
+        given["seqused_k"] = _contiguous(a.seqused_k)
+    _launch(first, given, results, {})
+
+    options = replace(a.options, softmax_scale=a.softmax_scale)
+    a = a._replace(
+        q=results.pop("q_out", a.q), k=results.pop("k_out", a.k), fp8_level=0, options=options
+    )
+    values = {"v": results.pop("v_out")}
+    s_aux = None if a.s_aux is None else a.s_aux.float().contiguous()
+    descales = {f"{x}_descale": getattr(a, f"{x}_descale") for x in "qkv"}
+    tensors = _tensors(a, None) | values | {"s_aux": s_aux} | descales | results
+    written = {"lse": a.q.new_empty(a.lse_shape, dtype=torch.float32)}
+    written["out"] = a.q.new_empty(a.out_shape, dtype=problem.out_dtype) if out is None else out
+    _launch(attention, tensors, written, _numbers(a))
+    return written["out"], written["lse"]
+
+
+def _scaled_blocks(problem: Attention) -> int:
+    """Blocks of keys with a scale: of a dense sequence, or of all packed ones."""
+    rows = problem.sizes.rows_k[-1]
+    return rows // SCALE_BLOCK + problem.batch if problem.is_varlen else -(-rows // SCALE_BLOCK)
+
+
+def _rows_are_aligned(problem: Attention) -> bool:
+    """Whether rows of q, k and v without gaps can be moved 16 bytes at a time."""
+    return (problem.headdim | problem.headdim_v) * problem.k.itemsize % 16 == 0
+
+
+def _movable(x: Tensor) -> Tensor:
+    return x if _is_aligned(x) else _compact(x)
+
+
+def _launch(
+    kernel: int,
+    tensors: dict[str, Tensor | None],
+    results: dict[str, Tensor],
+    numbers: dict[str, float],
+) -> None:
+    given = {name: x for name, x in tensors.items() if x is not None}
+    call = _C.prepare(kernel, {**given, **results}, numbers)
+    Prepared(call, given, results, {}).run()
 
 
 def backward(
@@ -602,25 +690,32 @@ def _prepare(
     kernel = _kernel(problem, backend, operation, aligned)
     if isinstance(kernel, str):  # of q, k and v alone unsupported() has been asked
         raise NotImplementedError(f"the {backend} backend {kernel}; use_backend('tiled') does this")
+    numbers = _numbers(problem)
+    if operation == "decode":
+        numbers["seqlen_new"] = problem.seqlen_new
+        if not numbers["num_splits"]:
+            numbers["num_splits"] = min(problem.num_splits, 2**16)  # more than any kernel takes
+    call = _C.prepare(kernel, {**given, **results}, numbers)
+    return Prepared(call, given, results, like or {})
+
+
+def _numbers(problem: Attention) -> dict[str, float]:
+    """The arguments that are numbers."""
     # max_seqlen_q and max_seqlen_k decide how much is launched, and windows are 32 bits wide.
     max_seqlen_q, max_seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     if problem.cu_seqlens_q is not None:
         max_seqlen_q = min(max_seqlen_q, problem.q.shape[0])
         max_seqlen_k = min(max_seqlen_k, _rows(problem))
-    numbers = {
+    return {
         **asdict(problem.options),
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
         "softmax_scale": problem.softmax_scale,
         "window_left": min(problem.window_left, max_seqlen_k),
         "window_right": min(problem.window_right, max_seqlen_q),
+        "seqlen_new": 0,
         **{name: _settings[name] for name in ("shared_memory", "tile", "num_splits")},
     }
-    numbers["seqlen_new"] = problem.seqlen_new if operation == "decode" else 0
-    if operation == "decode" and not numbers["num_splits"]:
-        numbers["num_splits"] = min(problem.num_splits, 2**16)  # more than any kernel takes
-    call = _C.prepare(kernel, {**given, **results}, numbers)
-    return Prepared(call, given, results, like or {})
 
 
 def _rows(problem: Attention) -> int:
@@ -708,7 +803,7 @@ def _fits(x: Tensor, backend: str) -> bool:
 def _are_aligned(problem: Attention) -> bool:
     """Whether q, k and v can be moved 16 bytes at a time."""
     return (
-        (problem.headdim | problem.headdim_v) * problem.k.itemsize % 16 == 0
+        _rows_are_aligned(problem)
         and _is_aligned(problem.q)
         and _is_aligned(problem.k)
         and _is_aligned(problem.v)

@@ -1,0 +1,180 @@
+// The softmax where operands have 8 bits: scores have scales, probabilities become e4m3.
+//
+//   s  = (q . k) * q_scale[row] * k_scale[block] * softmax_scale
+//   p' = 2^(s * log2(e) + log2(v_scale[block]) - reference)     what multiplies the values
+//   p  = p' / v_scale[block]                                    what the row's sum adds
+//
+// So values with different scales go into one sum, and the reference follows the largest p'.
+// As in softmax.cuh nobody searches for maxima before the exponentials, but a sum of a whole block
+// would leave e4m3 too little of its range. So the sums of four probabilities, those of a register,
+// tell whether the reference is outgrown.
+#pragma once
+
+#include <cstdint>
+
+#include "common/e4m3.h"
+#include "common/sequence.h"
+#include "common/softmax.h"
+#include "params.h"
+#include "ptx/opaque.h"
+#include "ptx/special_functions.h"
+#include "sm90/dense_tiles.h"
+#include "sm90/e4m3_probabilities.cuh"
+#include "sm90/forward_config.cuh"
+#include "sm90/softmax.cuh"
+
+namespace flash::sm90 {
+
+// Where a multiplier is zero, as of a row of zeros, -inf would become NaN. NaN stays.
+constexpr float kLeastMultiplier = 0x1p-100f;
+__device__ inline float not_zero(float x) {
+  return fabsf(x) < kLeastMultiplier ? kLeastMultiplier : x;
+}
+
+// Hidden scores, which are -inf, stay so where a descale is negative.
+template <int kColTiles>
+__device__ void keep_hidden(float (&scores)[1][kColTiles][4], float multiplier) {
+  if (multiplier >= 0.f) return;
+  for_each(scores, [](float& x, int, int, int) { x = x == -INFINITY ? INFINITY : x; });
+}
+
+// Integer scores, below 2^22, become floats by one addition: the number, plus kOffset.
+template <typename Score>
+constexpr float kOffset = 0.f;
+template <>
+constexpr float kOffset<int> = 12582912.f;  // 1.5 * 2^23
+
+// Calls function(scores as floats, plus kOffset).
+template <int kColTiles, typename Function>
+__device__ void as_floats(float (&scores)[1][kColTiles][4], Function function) {
+  function(scores);
+}
+template <int kColTiles, typename Function>
+__device__ void as_floats(const int (&scores)[1][kColTiles][4], Function function) {
+  float floats[1][kColTiles][4];
+  for_each(floats, [&](float& x, int m, int n, int j) {
+    x = __int_as_float(scores[m][n][j] + 0x4b400000);
+  });
+  function(floats);
+}
+
+// The first of a sequence's blocks in what is kept for blocks of keys.
+__device__ inline int first_scaled_block(const AttentionParams& params, const Sequence& sequence,
+                                         int batch) {
+  return params.cu_seqlens_k == nullptr ? 0 : sequence.k_first / kScaledKeys + batch;
+}
+
+// Of the block that begins with key n of the sequence.
+__device__ inline BlockScales block_scales(const QuantisedParams& params, const Sequence& sequence,
+                                           const Tile& tile, int n) {
+  // (Registers are few in a producer: nothing shall be computed before its loop.)
+  const int batch = ptx::opaque(tile.batch), head = ptx::opaque(tile.head_kv);
+  const int block = first_scaled_block(params, sequence, batch) + n / kScaledKeys;
+  const auto of = [&](const Scales& scales) {
+    if (scales.data == nullptr) return 1.f;
+    return scales.data[batch * scales.batch_stride + head * scales.head_stride + block];
+  };
+  return {of(params.k_scale), of(params.v_scale)};
+}
+
+// Of a lane's two rows, and of the block of keys whose scores are computed.
+template <bool kFull>
+struct TileScales {
+  float q[2];  // of the products, with the softmax scale
+  BlockScales block;
+
+  template <typename Rows>
+  __device__ TileScales(const QuantisedParams& params, const Rows& rows, const Tile& tile,
+                        const Sequence& sequence, int m_begin, int first_row) {
+    const Scales& scales = params.q_scale;
+    const float common = params.score_scale * (kFull ? 1.f : kLog2e) *
+                         descale_of(params.q_descale, tile.batch, tile.head_kv) *
+                         descale_of(params.k_descale, tile.batch, tile.head_kv);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8, query = m_begin + rows.query_of(row);
+      const bool valid = row < rows.rows * rows.group && query < sequence.seqlen_q;
+      q[half] = common;
+      if (valid && scales.data != nullptr) {
+        q[half] *=
+            scales
+                .data[tile.batch * scales.batch_stride +
+                      rows.head_of(tile.head, row) * scales.head_stride + sequence.q_first + query];
+      }
+    }
+  }
+
+  // Scores of the full set get their scale; others have it in their Exponents.
+  template <typename Score, int kColTiles>
+  __device__ void apply(float (&scores)[1][kColTiles][4], Score) const {
+    if constexpr (kFull) {
+      const float units[2] = {q[0] * block.k, q[1] * block.k};
+      for_each(scores, [&](float& x, int, int, int j) {
+        x = fmaf(x, units[j / 2], -kOffset<Score> * units[j / 2]);
+      });
+    }
+  }
+};
+
+struct NoScales {
+  template <typename... Arguments>
+  __device__ explicit NoScales(const Arguments&...) {}
+};
+
+template <typename Score, bool kFull>
+__device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_log2, Score) {
+  Exponents exponents;
+  const float log2_v = __log2f(scales.block.v);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float factor = kFull ? scale_log2 : not_zero(scales.q[r] * scales.block.k);
+    exponents.factor[r] = factor;
+    exponents.offset[r] = kFull ? log2_v : fmaf(-kOffset<Score>, factor, log2_v);
+  }
+  return exponents;
+}
+
+// As softmax_step of softmax.cuh.
+// scores: as floats
+template <bool kFirst, int kColTiles, int kOutTiles>
+__device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
+                                       const float (&scores)[1][kColTiles][4],
+                                       const Exponents& exponents, float v_scale,
+                                       float (&out)[1][kOutTiles][4]) {
+  const auto exponent_of = [&](float score, int r) { return exponents.of(score, r); };
+  if constexpr (kFirst) {
+    float nothing[1][1][4] = {};
+    raise_references(softmax, {true, true}, scores, nothing, exponent_of);
+  }
+  ProbabilitySums sums = exponentiate_quantised(p, softmax, scores, exponents);
+  if constexpr (!kFirst) {
+    // (Where there is NaN the row is NaN, whatever its reference.)
+    const bool outgrown[2] = {sums.largest[0] > kLargestE4m3, sums.largest[1] > kLargestE4m3};
+    if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
+      raise_references(softmax, outgrown, scores, out, exponent_of);
+      sums = exponentiate_quantised(p, softmax, scores, exponents);
+    }
+  }
+  const float unit = __fdividef(kProbabilityUnit, v_scale);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) softmax.sum[r] = fmaf(sums.all[r], unit, softmax.sum[r]);
+}
+
+// finish_rows (common/softmax.h). Sinks join here: beside p' they could be the largest by far.
+// counts_sink: of the lanes that share a row, in one
+__device__ inline void finish_quantised_rows(SoftmaxState<1>& softmax, const float (&sinks)[2],
+                                             float scale, float (&factors)[2], float (&lse)[2],
+                                             bool counts_sink) {
+  float before[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sink = sinks[r] * kLog2e;
+    before[r] = softmax.raise_reference(sink > softmax.reference[r], r, sink);
+    if (counts_sink) softmax.sum[r] += ptx::ex2(sink - softmax.reference[r]);
+  }
+  finish_rows(softmax, scale, factors, lse, WarpTeam());
+#pragma unroll
+  for (int r = 0; r < 2; ++r) factors[r] *= before[r];
+}
+
+}  // namespace flash::sm90

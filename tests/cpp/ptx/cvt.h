@@ -1,0 +1,17 @@
+// In place of csrc/ptx/cvt.h.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+namespace flash::ptx {
+
+inline uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t packed = 0;
+  const float numbers[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) packed |= uint32_t{__nv_fp8_e4m3(numbers[i]).__x} << 8 * i;
+  return packed;
+}
+
+}  // namespace flash::ptx

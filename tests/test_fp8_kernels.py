@@ -1,0 +1,363 @@
+"""The Hopper kernels of attention in FP8: what test_fp8.py asks of `tiled`, and more.
+
+They run only where their backend is forced. Shapes that Python hands to them are checked without a
+GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from conftest import device_fixture
+from helpers import LAYOUTS, NAN, OPTIONS, captured, dense, int32, randn, varlen
+from test_fp8 import FP8, HEADDIMS, LEVELS, call_fp8, check_e4m3, check_level, in_e4m3, rms
+from torch import Tensor
+
+import flash_attn
+from flash_attn import _backends, flash_attn_func
+from flash_attn._backends import cuda, quantisation
+from flash_attn.fp8 import flash_attn_fp8_func, flash_attn_fp8_varlen_func, quantize
+
+NO_DROPOUT = [name for name in OPTIONS if name != "dropout"]
+KINDS = ("e4m3", *LEVELS)
+SM90 = (9, 0)
+
+on_kernels = device_fixture("cuda-sm90")
+
+
+def check(problem: Any, kind: str) -> None:
+    check_e4m3(problem) if kind == "e4m3" else check_level(problem, kind)
+
+
+def options_of(name: str, batch: int, nheads: int, device: str) -> dict[str, Any]:
+    return OPTIONS[name](batch, nheads, device) | {"dropout_p": 0.0}
+
+
+def order_of_keys(count: int) -> Tensor:
+    """The key at each place of transposed values: places 4 t + j of 16 are an operand's."""
+    first = [2 * t + j % 2 + j // 2 * 8 for t in range(4) for j in range(4)]
+    return torch.tensor([key + 16 * i for i in range(count // 16) for key in first])
+
+
+# ---- what Python hands over ----------------------------------------------------------------------
+
+
+class FakeCalls:
+    """In place of the extension: remembers what kernels are asked for, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[cuda.Kernel, dict[str, Tensor], dict[str, float]]] = []
+
+    def prepare(self, kernel: int, tensors: dict[str, Tensor], numbers: dict[str, float]) -> Any:
+        self.seen.append((cuda._KERNELS[kernel], tensors, numbers))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCalls]:
+    """Pretend that every device is a Hopper GPU with these kernels."""
+    rows = [
+        cuda.Kernel("quantised", "sm90", dtype, dtype, out, dim, dim, features, takes, 1)
+        for dtype, out, dim, (features, takes) in product(
+            ("e4m3", "int8"),
+            ("bf16", "fp16"),
+            HEADDIMS,
+            {"plain": frozenset(), "full": frozenset({"softcap", "alibi"})}.items(),
+        )
+    ] + [
+        cuda.Kernel("quantise", "sm90", dtype, to, "e4m3", dim, dim, "full", frozenset(), 1)
+        for dtype, to, dim in product(("bf16", "fp16", "e4m3"), ("e4m3", "int8"), HEADDIMS)
+    ]
+    fake = FakeCalls()
+    monkeypatch.setattr(cuda, "_KERNELS", tuple(rows))
+    monkeypatch.setattr(cuda, "_C", fake, raising=False)
+    monkeypatch.setattr(cuda.Prepared, "run", lambda self: None)
+    monkeypatch.setattr(_backends, "_built_backends", lambda *asked: ("sm90",))
+    cuda._smallest_kernel.cache_clear()
+    yield fake
+    cuda._smallest_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_calls_of_a_level(calls, level):
+    q, k, v = randn(2, 9, 4, 72), randn(2, 200, 2, 72), randn(2, 200, 2, 40)
+    halves = [x.bfloat16() for x in (q, k, v)]
+    with flash_attn.use_backend("sm90"):
+        out = flash_attn_fp8_func(*halves, level=level)
+    assert out.shape == (2, 9, 4, 40) and out.dtype == torch.bfloat16
+    (first, given, _), (second, taken, numbers) = calls.seen
+    dtype = "e4m3" if level == "fast" else "int8"
+    assert first[:7] == ("quantise", "sm90", "bf16", dtype, "e4m3", 96, 96)
+    assert second[:8] == ("quantised", "sm90", dtype, dtype, "bf16", 96, 96, "plain")
+    shapes = {name: tuple(x.shape) for name, x in given.items()}
+    assert shapes["q_out"] == (2, 9, 4, 96) and shapes["k_out"] == (2, 200, 2, 96)
+    assert shapes["v_out"] == (2, 2, 40, 256) and ("v_low" in shapes) == (level == "accurate")
+    assert shapes["q_scale"] == (2, 4, 9)
+    assert shapes["k_scale"] == shapes["v_scale"] == (2, 2, 2)
+    same = {"q": "q_out", "k": "k_out", "v": "v_out", "q_scale": "q_scale", "v_scale": "v_scale"}
+    assert all(taken[name] is given[at] for name, at in same.items())
+    assert taken["out"] is out and numbers["softmax_scale"] == 72**-0.5
+
+
+def test_calls_of_packed_sequences(calls):
+    q, k, v = (randn(300, 2, 64, dtype=torch.float16) for _ in "qkv")
+    bounds = int32([0, 7, 300])
+    with flash_attn.use_backend("sm90"):
+        flash_attn_fp8_varlen_func(q, k, v, bounds, bounds, 293, 293, softcap=3.0)
+    (_, given, _), (second, _, _) = calls.seen
+    assert second.feature_set == "full" and second.out_dtype == "fp16"
+    assert given["v_out"].shape == (2, 64, (300 // 128 + 2) * 128)
+    assert given["k_scale"].shape == (2, 300 // 128 + 2) and given["q_scale"].shape == (2, 300)
+    assert given["cu_seqlens_k"] is not None and "seqused_k" not in given
+
+
+def test_calls_of_e4m3(calls):
+    """Only values are prepared; an unusual stride is copied."""
+    q, v = (randn(2, 130, 2, 64).to(FP8) for _ in "qv")
+    k = randn(2, 130, 2, 65).to(FP8)[..., 1:]
+    descale = torch.ones(2, 2)
+    with flash_attn.use_backend("sm90"):
+        out = flash_attn_func(q, k, v, q_descale=descale, v_descale=descale)
+    (first, given, _), (second, taken, _) = calls.seen
+    assert first[:5] == ("quantise", "sm90", "e4m3", "e4m3", "e4m3")
+    assert {*given} == {"v", "v_out"} and given["v_out"].shape == (2, 2, 64, 256)
+    assert second[2:5] == ("e4m3", "e4m3", "bf16") and out.dtype == torch.bfloat16
+    assert taken["q_descale"] is descale and "k_descale" not in taken
+    assert taken["k"].stride(1) % 16 == 0 and torch.equal(taken["k"].float(), k.float())
+
+
+@pytest.mark.parametrize(
+    "headdim, more", [(40, {}), (264, {}), (64, {"block_table": int32([[0], [1]])})], ids=str
+)
+def test_what_kernels_refuse(calls, headdim, more):
+    q, cache = (randn(2, 4, 2, headdim).to(FP8) for _ in "qk")
+    refused = NotImplementedError if headdim <= 256 else ValueError
+    with flash_attn.use_backend("sm90"), pytest.raises(refused, match="tiled"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, **more)
+    assert not calls.seen
+
+
+def test_unforced_calls_are_tiled(calls):
+    """No GPU has run the kernels yet."""
+    q = randn(1, 5, 1, 64)
+    flash_attn_fp8_func(*[q.bfloat16()] * 3)
+    flash_attn_func(*[q.to(FP8)] * 3)
+    assert not calls.seen
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Tensor]]]:
+    """What kernels have been launched with, by operation."""
+    seen, launch = [], cuda._launch
+
+    def launched(kernel: int, tensors: Any, results: Any, numbers: Any) -> None:
+        launch(kernel, tensors, results, numbers)
+        seen.append((cuda._KERNELS[kernel].operation, results))
+
+    monkeypatch.setattr(cuda, "_launch", launched)
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("headdim", HEADDIMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pass_before_attention(on_kernels, passes, layout, headdim, level):
+    """Against quantisation.py: scales agree, and what is rounded but for a few ties."""
+    case = LAYOUTS[layout](nheads=4, nheads_kv=2, headdim=headdim, device=on_kernels)
+    problem = replace(case, q=case.q.bfloat16(), k=case.k.bfloat16(), v=case.v.bfloat16())
+    call_fp8(problem, level)
+    (operation, found), _ = passes
+    assert operation == "quantise"
+    given = (problem.q, problem.k, problem.v)
+    options = flash_attn._arguments.Options(None)
+    number = 1 + LEVELS.index(level)
+    if layout == "dense":
+        a = flash_attn._arguments.dense(*given, options, fp8_level=number)
+    else:
+        bounds = problem.cu_seqlens_q, problem.storage.cu_seqlens
+        a = flash_attn._arguments.varlen(*given, *bounds, 130, 140, options, fp8_level=number)
+    expected = quantisation.quantised(a)
+    inside_q, inside_k = (
+        torch.ones(x.shape[:-2], dtype=torch.bool, device=on_kernels) for x in given[:2]
+    )
+    if layout != "dense":  # rows of no sequence may be anything
+        inside_q[150:], inside_k[153:] = False, False
+    for name, x, inside in (("q", expected.q, inside_q), ("k", expected.k, inside_k)):
+        same = found[f"{name}_out"][inside].float() == x[inside].float()
+        assert same.float().mean() > 0.99, name
+    known = slice(None) if layout == "dense" else inside_q
+    for name, x, at in (
+        ("q_scale", expected.scales.q, known),
+        ("k_scale", expected.scales.k, slice(None)),
+    ):
+        torch.testing.assert_close(found[name][..., at], x[..., at], rtol=1e-5, atol=0)
+    assert torch.equal(found["v_scale"], expected.scales.v)
+    order = order_of_keys(128).to(on_kernels)
+    for name, x in (("v_out", expected.v), ("v_low", expected.scales.v_low)):
+        if x is None:
+            continue
+        blocks = found[name].float().unflatten(-1, (-1, 128))
+        in_order = torch.empty_like(blocks)
+        in_order[..., order] = blocks
+        in_order = in_order.flatten(-2)
+        if layout == "dense":
+            seqlen = x.shape[1]
+            assert torch.equal(in_order[..., :seqlen], x.float().permute(0, 2, 3, 1))
+            assert (in_order[..., seqlen:] == 0).all()
+        else:  # lengths of 140 and 13: the second begins at block 140 // 128 + 1
+            rows = x.float().permute(1, 2, 0)
+            assert torch.equal(in_order[..., :140], rows[..., :140])
+            assert (in_order[..., 140:256] == 0).all()
+            assert torch.equal(in_order[..., 256:269], rows[..., 140:153])
+            assert (in_order[..., 269:384] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", NO_DROPOUT)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_options_on_kernels(on_kernels, layout, options, kind):
+    sizes = {"nheads": 4, "nheads_kv": 2, "headdim": 64}
+    check(
+        LAYOUTS[layout](**sizes, **options_of(options, 2, 4, on_kernels), device=on_kernels), kind
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "headdims", [*((x, x) for x in HEADDIMS), (16, 16), (80, 48), (64, 128), (192, 128)], ids=str
+)
+def test_head_dims_on_kernels(on_kernels, headdims, dtype, kind):
+    for causal, softcap in product((False, True), (0.0, 5.0)):
+        check(
+            dense(2, 200, 330, 4, 2, *headdims, dtype, on_kernels, causal=causal, softcap=softcap),
+            kind,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_lengths_on_kernels(on_kernels, headdim, kind):
+    """One off the edges of tiles and blocks; whole and divided keys; every tile shape."""
+    tiles = max(
+        x.tiles for x in cuda._KERNELS if x.operation == "quantised" and x.headdim == headdim
+    )
+    lengths = [1, 63, 64, 65, 127, 128, 129, 191, 193, 257, 400]
+    sizes = {"nheads": 2, "nheads_kv": 1, "headdim": headdim, "device": on_kernels}
+    for tile, parts, causal in product(range(tiles), (1, 3), (False, True)):
+        with cuda.changed_setting("tile", tile), cuda.changed_setting("num_splits", parts):
+            check(varlen(lengths, lengths[::-1], **sizes, causal=causal), kind)
+            check(dense(1, 129, 257, **sizes, causal=causal), kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [1, 3, 8, 32])
+def test_groups_on_kernels(on_kernels, group, kind):
+    for seqlen_q in (1, 5, 130):
+        check(dense(2, seqlen_q, 300, 2 * group, 2, 128, device=on_kernels, causal=True), kind)
+
+
+@pytest.mark.gpu
+def test_seqused_on_kernels(on_kernels):
+    """What lies behind a sequence is NaN."""
+    case = dense(3, 5, 300, 4, 2, 64, device=on_kernels)
+    _, given = in_e4m3(case, descales=False)
+    lengths = int32([0, 129, 300], on_kernels)
+    for b, length in enumerate(lengths.tolist()):
+        given["k"][b, length:], given["v"][b, length:] = NAN, NAN
+    results = []
+    for backend in ("sm90", "tiled"):
+        with flash_attn.use_backend(backend):
+            results.append(
+                flash_attn.flash_attn_with_kvcache(
+                    given["q"], given["k"], given["v"], cache_seqlens=lengths
+                ).float()
+            )
+    assert (results[0][0] == 0).all() and results[0].isfinite().all()
+    assert rms(results[0], results[1]) < 0.03 * results[1].square().mean().sqrt()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_long_rows_on_kernels(on_kernels, headdim, kind):
+    """Sums of many products: no worse than `tiled`, which adds in float32."""
+    q, k, v = (randn(1, n, 2, headdim, device=on_kernels) for n in (256, 32768, 32768))
+    v = v + 0.5  # or errors of sums would cancel as the sums do
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double().transpose(1, 2) for x in (q, k, v))
+    ).transpose(1, 2)
+    if kind == "e4m3":
+        quantised, descales = zip(*map(quantize, (q, k, v)), strict=True)
+        names = ("q_descale", "k_descale", "v_descale")
+        run = lambda: flash_attn_func(*quantised, **dict(zip(names, descales, strict=True)))  # noqa: E731
+    else:
+        run = lambda: flash_attn_fp8_func(*(x.bfloat16() for x in (q, k, v)), level=kind)  # noqa: E731
+    found = rms(run().double(), exact)
+    with flash_attn.use_backend("tiled"):
+        specified = rms(run().double(), exact)
+    assert found < 1.25 * specified + 2e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+def test_growing_scores_on_kernels(on_kernels, level):
+    """Keys come from the last to the first: here each block outgrows the reference."""
+    case = dense(1, 64, 1024, 2, 2, 128, device=on_kernels)
+    growth = torch.linspace(8, 0.1, 1024, device=on_kernels)[:, None, None]
+    check_level(replace(case, k=(case.k * growth).to(case.k.dtype)), level)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_operation_of_pytorch(on_kernels, passes, kind):
+    q = randn(1, 70, 2, 64, device=on_kernels)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        flash_attn_func(*[q.to(FP8)] * 3) if kind == "e4m3" else flash_attn_fp8_func(
+            *[q.bfloat16()] * 3, level=kind
+        )
+    assert [operation for operation, _ in passes] == ["quantise", "quantised"]
+    kernels = [x.name for x in profile.events() if "forward_kernel" in x.name]
+    assert len(kernels) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_are_alike_on_kernels(on_kernels, kind):
+    """Bit for bit, also from a CUDA graph."""
+    q, k, v = (randn(2, 300, 4, 128, device=on_kernels) for _ in "qkv")
+
+    def run() -> Tensor:
+        if kind == "e4m3":
+            return flash_attn_func(q.to(FP8), k.to(FP8), v.to(FP8), causal=True)
+        return flash_attn_fp8_func(q.bfloat16(), k.bfloat16(), v.bfloat16(), level=kind)
+
+    expected = run()
+    assert all(torch.equal(run(), expected) for _ in range(5))
+    graph, result = captured(run)
+    result.zero_()
+    graph.replay()
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("headdim", HEADDIMS)
+@pytest.mark.parametrize("features", ["plain", "everything"])
+def test_each_fp8_kernel_for_the_sanitizer(on_kernels, features, headdim, kind):
+    options = options_of(features, 2, 2, on_kernels)
+    for parts in (1, 2):
+        with cuda.changed_setting("num_splits", parts):
+            check(dense(2, 70, 300, 2, 1, headdim, device=on_kernels, **options), kind)
