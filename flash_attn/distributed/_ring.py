@@ -22,6 +22,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def _forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     steps = call.plan.steps
-    result = _Result(q, v)
+    result = _Result(q, v, sum(len(step.blocks) for step in steps))
     keys = [k, v]
     for distance, step in enumerate(steps):
         messages = _Messages(call.ring)
@@ -103,7 +104,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and delta."""
     steps = call.plan.steps
-    dq, dk, dv = (_Sum(x, x.shape[1], lse.dtype) for x in (q, k, v))
+    sum_of = partial(_Sum, dtype=lse.dtype)
+    dq = sum_of(q, q.shape[1], parts=sum(len(step.blocks) for step in steps))
+    parts = len(steps[0].blocks) + len(steps) - 1
+    dk, dv = (sum_of(x, x.shape[1], parts=parts) for x in (k, v))
     delta = torch.zeros_like(lse)
     keys, gradients = [k, v], [dk, dv]
     for distance in range(len(steps) + 1):
@@ -114,7 +118,7 @@ def _backward(
         if distance < len(steps):
             step = steps[distance]
             if distance > 0:
-                gradients = [_Sum(x, step.rows, lse.dtype) for x in keys]
+                gradients = [sum_of(x, step.rows, parts=len(step.blocks)) for x in keys]
             for block in step.blocks:
                 part_dq, part_dk, part_dv, part_delta = attend_backward(
                     call, block, dout, q, out, lse, dlse, keys
@@ -251,11 +255,11 @@ def _slopes(call: Call, block: Block) -> Tensor | None:
 
 
 class _Result:
-    """out and log-sum-exp of all rows, from those of blocks; in float32 once there are several."""
+    """out and log-sum-exp of all rows, from those of blocks; more than two add up in float32."""
 
-    def __init__(self, q: Tensor, v: Tensor) -> None:
+    def __init__(self, q: Tensor, v: Tensor, parts: int) -> None:
         self._shape = *q.shape[:-1], v.shape[-1]
-        self._like = q
+        self._like, self._parts = q, parts
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
@@ -272,10 +276,11 @@ class _Result:
 
     def _sums(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         batch, tokens, nheads, _ = self._shape
+        out_dtype = self._like.dtype if self._parts <= 2 else dtype
         if self._out is None or self._lse is None:
-            self._out = self._like.new_zeros(self._shape, dtype=dtype)
+            self._out = self._like.new_zeros(self._shape, dtype=out_dtype)
             self._lse = self._like.new_full((batch, nheads, tokens), -torch.inf, dtype=dtype)
-        self._out = self._out.to(dtype)
+        self._out = self._out.to(out_dtype)
         return self._out, self._lse
 
     def whole(self) -> tuple[Tensor, Tensor]:
@@ -286,10 +291,10 @@ class _Result:
 
 
 class _Sum:
-    """The sum of what blocks add to some of a tensor's rows; in ``dtype`` if there are several."""
+    """The sum of what blocks add to some of a tensor's rows; more than two add up in ``dtype``."""
 
-    def __init__(self, like: Tensor, rows: int, dtype: torch.dtype) -> None:
-        self._like, self._rows, self._dtype = like, rows, dtype
+    def __init__(self, like: Tensor, rows: int, dtype: torch.dtype, parts: int) -> None:
+        self._like, self._rows, self._dtype = like, rows, like.dtype if parts <= 2 else dtype
         self._value: Tensor | None = None
 
     def add(self, rows: range, part: Tensor) -> None:
