@@ -16,7 +16,7 @@ CSRC = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name 
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
-.PHONY: help demo test test-clients lint build gpu-check gpu-fresh clean
+.PHONY: help demo test test-clients lint docs build gpu-check gpu-fresh clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,10 @@ lint: $(INSTALLED)  ## ruff, mypy, clang-format; changes nothing
 	$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CSRC)
 
+docs: $(INSTALLED)  ## the documentation as a site, in site/; warnings are errors
+	rm -rf docs/api site
+	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going -d build/doctrees docs site
+
 build: $(INSTALLED)  ## compile the CUDA extension in place, incrementally (one line without nvcc)
 	$(VENV)/bin/python setup.py build_ext --inplace
 
@@ -49,7 +53,7 @@ gpu-fresh:  ## is the record of gpu-check of the tree as it stands? one line, an
 	@$(PYTHON) -m benchmarks.gpu_check --fresh
 
 clean:  ## remove build products and caches (.venv stays)
-	rm -rf build dist *.egg-info flash_attn/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site docs/api *.egg-info flash_attn/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks examples flash_attn tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The package is installed in place (editable) without its kernels; `build` compiles those, once for
@@ -57,7 +61,7 @@ clean:  ## remove build products and caches (.venv stays)
 $(INSTALLED): pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install '$(TORCH)'
-	FLASH_ATTN_SKIP_CUDA=1 FLASH_ATTN_REQUIRE_CUDA=0 $(VENV)/bin/pip install --editable '.[dev]'
+	FLASH_ATTN_SKIP_CUDA=1 FLASH_ATTN_REQUIRE_CUDA=0 $(VENV)/bin/pip install --editable '.[dev,docs]'
 	touch $@
 
 # Clients in an environment of their own. Torch comes first, so that none of them brings another. Mamba's

@@ -18,8 +18,8 @@ window_size : (left, right)
 softcap : float
     If positive, scores become softcap * tanh(scores / softcap) (Gemma 2).
 alibi_slopes : (nheads,) or (batch, nheads) float32, optional
-    Adds -slope * |i + seqlen_k - seqlen_q - j| to the scores (Press et al., "Train Short, Test
-    Long", 2022).
+    Adds ``-slope * |i + seqlen_k - seqlen_q - j|`` to the scores (Press et al., "Train Short,
+    Test Long", 2022).
 deterministic : bool
     Bit-identical gradients from run to run.
 return_attn_probs : bool
@@ -81,7 +81,9 @@ def flash_attn_func(
     v_descale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    """Attention over sequences of equal length. The module's docstring has the options and errors.
+    """Attention over sequences of equal length.
+
+    The docstring of ``flash_attn.flash_attn_interface`` has the options and errors.
 
     Parameters
     ----------
@@ -94,9 +96,9 @@ def flash_attn_func(
     out : (batch, seqlen_q, nheads, headdim_v)
     softmax_lse : (batch, nheads, seqlen_q), with return_attn_probs
         Natural logarithm, float32 (float64 for float64 inputs); differentiable.
-    S_dmask : (batch, nheads, seqlen_q, seqlen_k) with lengths rounded up to 128, with
-    return_attn_probs
-        Attention probabilities, negative where dropout removed them; empty without dropout.
+    S_dmask : (batch, nheads, seqlen_q, seqlen_k), with return_attn_probs
+        Attention probabilities, negative where dropout removed them; empty without dropout. Lengths
+        are rounded up to 128.
     """
     left, right = read_window(window_size)
     result = _ops.flash_attn_forward(
@@ -231,8 +233,8 @@ def flash_attn_varlen_func(
     Parameters
     ----------
     q : (total_q, nheads, headdim)
-    k, v : (total_k, nheads_kv, headdim), or pages (num_pages, page_size, nheads_kv, headdim) with
-    block_table
+    k, v : (total_k, nheads_kv, headdim)
+        With block_table pages, (num_pages, page_size, nheads_kv, headdim).
     cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
         Cumulative lengths: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1. Lengths may
         be zero. Rows outside every sequence are ignored, and zero in the results.
@@ -245,8 +247,8 @@ def flash_attn_varlen_func(
     -------
     out : (total_q, nheads, headdim_v)
     softmax_lse : (nheads, total_q), with return_attn_probs
-    S_dmask : (batch, nheads, max_seqlen_q, max_seqlen_k) with lengths rounded up to 128, with
-    return_attn_probs
+    S_dmask : (batch, nheads, max_seqlen_q, max_seqlen_k), with return_attn_probs
+        Lengths are rounded up to 128.
     """
     left, right = read_window(window_size)
     result = _ops.flash_attn_varlen_forward(
@@ -407,11 +409,11 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     q : (batch, seqlen_q, nheads, headdim)
-    k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim), or pages (num_pages, page_size,
-    nheads_kv,
-        headdim) with block_table; any strides, updated in place. Of the dtype of q, or both of
-        torch.float8_e4m3fn, which halves their memory and what a step reads; q then is of 16 bits
-        (or of float32, where PyTorch operations attend), or in float8_e4m3fn as well.
+    k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim)
+        With block_table pages, (num_pages, page_size, nheads_kv, headdim). Any strides, updated in
+        place. Of the dtype of q, or both of torch.float8_e4m3fn, which halves their memory and what
+        a step reads; q then is of 16 bits (or of float32, where PyTorch operations attend), or in
+        float8_e4m3fn as well.
     k, v : (batch, seqlen_new, nheads_kv, headdim), optional
         Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before
         attending.

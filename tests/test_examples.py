@@ -1,5 +1,6 @@
 """examples/ run, and their checks fail where attention is broken."""
 
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,34 @@ from torch import Tensor
 
 import flash_attn
 
-SERVE = Path(__file__).resolve().parent.parent / "examples" / "serve.py"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SERVE = EXAMPLES / "serve.py"
 SMALL = ["--requests", "5", "--batch", "2", "--prompt", "20", "--new", "6"]
 LAYOUTS = [["--page-size", "1"], ["--page-size", "16"], ["--contiguous"]]
+
+
+def run(name: str, *options: str) -> None:
+    runpy.run_path(str(EXAMPLES / name))["main"](options)
+
+
+def test_train(capsys):
+    small = "--batch 4 --seqlen 64 --layers 1 --hidden 64".split()
+    run("train.py", *small, "--steps", "30", "--dropout", "0.1")
+    losses = [float(x) for x in re.findall(r"loss (\S+)", capsys.readouterr().out)]
+    assert losses[0] > 5 and losses[-1] < 4.5  # log(256) = 5.5
+
+
+def test_packing(capsys):
+    run("packing.py", "--batch", "3", "--longest", "90", "--heads", "2", "--check")
+    assert "3 sequences of up to 90 tokens" in capsys.readouterr().out
+
+
+def test_packing_finds_what_differs(monkeypatch):
+    attend = flash_attn.flash_attn_varlen_func
+    wrong: Callable[..., Tensor] = lambda *args, causal: attend(*args)  # noqa: E731
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", wrong)
+    with pytest.raises(SystemExit, match="differ"):
+        run("packing.py", "--batch", "3", "--longest", "90", "--heads", "2", "--check")
 
 
 def serve(*options: str) -> None:

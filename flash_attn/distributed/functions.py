@@ -94,7 +94,9 @@ def ring_flash_attn_func(
     RuntimeError
         If another rank has wrong arguments, or does not make this call.
 
-    Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"
+    References
+    ----------
+    Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"
     (2023), without forwarding: see flash_attn/distributed/_ring.py. The mesh: Fang and Zhao, "USP:
     A Unified Sequence Parallelism Approach for Long Context Generative AI" (2024).
     """
@@ -129,7 +131,9 @@ def ulysses_flash_attn_func(
     Tokens are in contiguous order. Arguments, results and errors are else those of
     ``ring_flash_attn_func``.
 
-    Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
+    References
+    ----------
+    Jacobs et al., "DeepSpeed Ulysses" (2023).
     """
     grid = grid_of(group)
     if grid.heads is not None:
