@@ -34,6 +34,9 @@ class BuildExtension(build_ext):
         if NVCC is None:
             explain_missing_extension()
         super().run()
+        if self.inplace:  # a module for one version of Python would be imported instead
+            for other in Path("flash_attn").glob("_C.cpython-*.so"):
+                other.unlink()
 
     def build_extension(self, ext: Extension) -> None:
         assert NVCC is not None
@@ -44,6 +47,7 @@ class BuildExtension(build_ext):
 
 
 setup(
-    ext_modules=[Extension("flash_attn._C", sources=[])] if NVCC else [],
+    ext_modules=[Extension("flash_attn._C", sources=[], py_limited_api=True)] if NVCC else [],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if NVCC else {},
     cmdclass={"build_py": BuildPython, "build_ext": BuildExtension},
 )
