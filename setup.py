@@ -46,7 +46,12 @@ class BuildExtension(build_ext):
         self.copy_file(str(module), target)
 
 
+URL = os.environ.get("FLASH_ATTN_URL", "")
+
 setup(
+    long_description=build_support.long_description(URL),
+    long_description_content_type="text/markdown",
+    project_urls=build_support.project_urls(URL),
     ext_modules=[Extension("flash_attn._C", sources=[], py_limited_api=True)] if NVCC else [],
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if NVCC else {},
     cmdclass={"build_py": BuildPython, "build_ext": BuildExtension},
