@@ -51,6 +51,17 @@ wheels: $(INSTALLED)  ## the source archive and the wheel that are published, ea
 	$(VENV)/bin/pip install --quiet $(RELEASE_TOOLS)
 	$(VENV)/bin/python tools/wheels.py
 
+# Of each a Python and what is installed as torch. Those that bring CUDA take gigabytes.
+MATRIX ?= 3.10,torch==2.4.0 3.13,torch
+
+test-matrix:  ## the tests that need no kernels, on the Python and torch of each pair in MATRIX
+	for pair in $(MATRIX); do \
+		python=$${pair%%,*}; torch=$${pair#*,}; environment=.venv-matrix/$$python-$$torch; \
+		python$$python -m venv $$environment && \
+		$$environment/bin/pip install --quiet $$torch numpy einops hypothesis packaging pytest && \
+		PYTHONPATH=$(CURDIR) $$environment/bin/python -m pytest -q $(PYTEST_ARGS) || exit 1; \
+	done
+
 gpu-check:  ## on a GPU machine: build, GPU tests, smoke benchmark; writes benchmarks/results/<gpu>/check.json
 	$(PYTHON) setup.py build_ext --inplace
 	$(PYTHON) -m benchmarks.gpu_check

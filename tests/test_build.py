@@ -387,3 +387,12 @@ def test_workspaces() -> None:
         ordered.at([0], [0])
     with pytest.raises(ValueError, match="^launch: too few tensors"):
         forward.at(range(len(forward.names)), [0] * len(forward.names)).launch((), (), 0)
+
+
+def test_links_of_the_description_are_absolute(build_support: ModuleType) -> None:
+    text = build_support.long_description("https://example.org/repo")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert links and all(link.startswith(("https://", "#")) for link in links)
+    assert "https://example.org/repo/raw/main/benchmarks/results" in text  # a plot
+    without = re.findall(r"\]\(([^)\s]+)\)", build_support.long_description(""))
+    assert all(link.startswith(("https://", "#")) for link in without)

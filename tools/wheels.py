@@ -58,27 +58,6 @@ def local_paths(content: bytes) -> list[str]:
     return [os.fsdecode(path) for path in re.findall(pattern, content)]
 
 
-# Run in an environment of its own, far from the source tree.
-SMOKE = """
-import sys, torch, flash_attn
-from flash_attn import _C
-assert len(_C.kernels()) > 200, len(_C.kernels())
-qkv = torch.randn(3, 2, 70, 4, 64, requires_grad=True)
-out = flash_attn.flash_attn_func(*qkv, causal=True)
-q, k, v = qkv.transpose(2, 3)
-sdpa = torch.nn.functional.scaled_dot_product_attention
-expected = sdpa(q, k, v, is_causal=True).transpose(1, 2)
-torch.testing.assert_close(out, expected)
-dout = torch.randn_like(out)
-grad = [torch.autograd.grad(x, qkv, dout) for x in (out, expected)]
-torch.testing.assert_close(*grad)
-print(
-    f"Python {sys.version.split()[0]}, torch {torch.__version__}: {len(_C.kernels())} kernels,",
-    f"flash-attn {flash_attn.__version__}, on a CPU {flash_attn.available_backends('cpu')}",
-)
-"""
-
-
 def smoke(python: str, wheel: Path, folder: Path) -> bool:
     """Install the wheel into a fresh environment and call it there; False without such a Python.
 
@@ -102,7 +81,9 @@ def smoke(python: str, wheel: Path, folder: Path) -> bool:
         (site / "torch.pth").write_text(torch + "\n")
     options = ["--no-deps"] if torch else []
     run(environment / "bin/pip", "install", "-q", *options, wheel)
-    run("env", "-C", folder, "-u", "PYTHONPATH", environment / "bin/python", "-c", SMOKE)
+    run(
+        "env", "-C", folder, "-u", "PYTHONPATH", environment / "bin/python", ROOT / "tools/smoke.py"
+    )
     return True
 
 
