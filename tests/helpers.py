@@ -23,6 +23,14 @@ from flash_attn.flash_attn_interface import (
 )
 
 NAN = float("nan")
+TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
+
+
+def since_torch(major: int, minor: int, why: str) -> pytest.MarkDecorator:
+    """What tests skip on an older torch: something of PyTorch's that they need."""
+    return pytest.mark.skipif((major, minor) > TORCH, reason=f"{why} since torch {major}.{minor}")
+
+
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DROPOUT_SEED = 7
 
@@ -85,6 +93,8 @@ def cu_seqlens(lengths: Sequence[int], device: str = "cpu") -> Tensor:
 
 def guarded(x: Tensor, margin: int = 3) -> Tensor:
     """A copy of x as a strided view inside a larger tensor of NaN."""
+    if x.dtype == torch.float8_e4m3fn and TORCH < (2, 5):
+        pytest.skip("tensors of float8 can be filled since torch 2.5")
     around = x.new_full([size + 2 * margin for size in x.shape[:-1]] + [x.shape[-1]], NAN)
     inside = around[tuple(slice(margin, margin + size) for size in x.shape[:-1])]
     inside.copy_(x)

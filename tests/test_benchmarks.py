@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import since_torch
 
 import flash_attn
 from benchmarks import (
@@ -30,6 +31,8 @@ from benchmarks.cases import MATMULS, Case, make_inputs
 from benchmarks.providers import OURS, Provider, attempt, bind, find_providers
 from benchmarks.timing import Call
 from flash_attn._backends import cuda
+
+pytestmark = since_torch(2, 5, "scaled_dot_product_attention has enable_gqa")
 
 TINY = ["--tokens", "64", "--width", "64", "--headdim", "32", "--rounds", "1"]
 DRAWS = importlib.util.find_spec("matplotlib") is not None

@@ -29,6 +29,7 @@ from helpers import (
     dense,
     dtype_name,
     options_of,
+    since_torch,
     varlen,
     with_dropout_mask,
 )
@@ -534,6 +535,7 @@ def attend_in_context(groups: Groups, division: Division, q: Tensor, k: Tensor, 
     return out
 
 
+@since_torch(2, 5, "scaled_dot_product_attention has enable_gqa")
 @pytest.mark.parametrize("division", [RING4, ULYSSES4, MESH], ids=division_name)
 def test_in_the_place_of_context_parallel(processes, division):
     q = torch.randn(2, 8, 50, 16)

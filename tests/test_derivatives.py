@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from conftest import BACKENDS, backend_params, running_on
-from helpers import default_dtype, int32, randn
+from helpers import default_dtype, int32, randn, since_torch
 from torch import Tensor, func
 from torch.autograd import functional
 
@@ -158,6 +158,7 @@ def test_derivative(device, name, argument):
         assert_right(DERIVATIVES[name](attend, x, t), expected, x.dtype)
 
 
+@since_torch(2, 5, "the compiler knows derivatives of every mode")
 @pytest.mark.parametrize("whole", [False, True], ids=["of-compiled", "compiled"])
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivative_and_compiler(device, name, whole):

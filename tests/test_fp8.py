@@ -29,6 +29,7 @@ from helpers import (
     options_of,
     private_backward,
     randn,
+    since_torch,
     varlen,
 )
 from hypothesis import given, settings
@@ -689,6 +690,7 @@ def test_quantize_errors(given, error, words):
 # ---- the benchmark -------------------------------------------------------------------------------
 
 
+@since_torch(2, 5, "scaled_dot_product_attention has enable_gqa")
 def test_benchmark(tmp_path, capsys):
     options = ["--parts", "accuracy", "speed", "--headdim", "64", "--heads", "1", "--rows", "8"]
     options += ["--steps", "1", "--seqlen", "64", "--tokens", "64", "--width", "64"]

@@ -18,6 +18,7 @@ from helpers import (
     options_of,
     randn,
     random_pages,
+    since_torch,
 )
 from oracle import Attention, Decode, Expected, Storage, assert_close_to_oracle, expect, on_host
 from torch import Tensor
@@ -316,6 +317,7 @@ def test_backend_that_cannot_leaves_the_cache(device):
         failing_append(device, torch.float32)
 
 
+@since_torch(2, 5, "the compiler takes named tuples like Options")
 def test_wrong_out_is_refused_by_the_operator_too(device):
     """A larger out would otherwise be filled by broadcasting."""
     q = randn(1, 4, 2, 16, device=device)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import since_torch
 from torch import Tensor, nn
 
 from flash_attn import _rowwise
@@ -316,6 +317,7 @@ def test_strided() -> None:
         torch.testing.assert_close(layer_norm_fn(view, w, b), expected)
 
 
+@since_torch(2, 5, "the compiler takes such functions")
 def test_torch_compile() -> None:
     tensors = tensors_of("cpu", x=BF16, weight=BF16, residual=F32)
     arguments = [tensors[name] for name in ("x", "weight", "bias", "residual")]

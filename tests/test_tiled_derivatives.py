@@ -15,6 +15,7 @@ from helpers import (
     int32,
     layout_of,
     poisoned_outside_keys,
+    since_torch,
     varlen,
 )
 from oracle import Attention, Storage
@@ -26,6 +27,7 @@ from flash_attn import _arguments
 from flash_attn._backends import tiled
 from flash_attn._backends.philox import dropout_keep_mask
 
+pytestmark = since_torch(2, 5, "the oracle runs in transforms")
 RNG_STATE = torch.tensor([3, 4])
 FLOAT64 = {"dtype": torch.float64}
 Inputs = tuple[Tensor, ...]  # q, k, v and, where there are any, sinks

@@ -6,11 +6,14 @@ import json
 
 import pytest
 import torch
+from helpers import since_torch
 from test_benchmarks import DRAWS, run
 
 from benchmarks import plots, training
 from benchmarks.providers import Provider, find_providers
 from benchmarks.training import Shape, attention_of, case_of
+
+pytestmark = since_torch(2, 5, "scaled_dot_product_attention has enable_gqa")
 
 SHAPES = training.MODELS["cpu"]
 PROVIDERS = {**find_providers(), "standard": Provider(training.standard)}
