@@ -600,7 +600,7 @@ def test_model_counts_what_is_visible():
 
 def test_model_beside_measurements(capsys):
     cost_model.print_anchors()
-    assert len(capsys.readouterr().out.splitlines()) == 7
+    assert len(capsys.readouterr().out.splitlines()) == 3 + len(cost_model.ANCHORS)
     work, ring = cost_model.Workload(2**17), cost_model.Way(4, 1)
     contiguous = replace(ring, order="contiguous")
     # The last rank has (2 ranks - 1) / ranks^2 of the causal work.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flash_attn._arguments import FP8, FP8_LEVELS, SCALE_BLOCK, Attention, CacheAppend
+from flash_attn._arguments import FP8, FP8_LEVELS, SCALE_BLOCK, Attention, CacheAppend, Options
 from flash_attn._backends import tiled
 
 
@@ -699,6 +699,9 @@ def _prepare(
     return Prepared(call, given, results, like or {})
 
 
+_OPTIONS = tuple(x.name for x in fields(Options))
+
+
 def _numbers(problem: Attention) -> dict[str, float]:
     """The arguments that are numbers."""
     # max_seqlen_q and max_seqlen_k decide how much is launched, and windows are 32 bits wide.
@@ -707,7 +710,7 @@ def _numbers(problem: Attention) -> dict[str, float]:
         max_seqlen_q = min(max_seqlen_q, problem.q.shape[0])
         max_seqlen_k = min(max_seqlen_k, _rows(problem))
     return {
-        **asdict(problem.options),
+        **{name: getattr(problem.options, name) for name in _OPTIONS},
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
         "softmax_scale": problem.softmax_scale,
