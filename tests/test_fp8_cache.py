@@ -114,6 +114,23 @@ def splits(count: int) -> Any:
 # ---- every backend -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_descales_of_any_sign(device, softcap):
+    """Zero gives all keys equal weight. NaN is NaN, in its own heads alone."""
+    case = fp8_cache([20, 33, 7], 3, device=device, causal=True, softcap=softcap)
+    k_descale = torch.tensor([[-0.3, 0.2], [0.0, -0.1], [0.4, NAN]], device=device)
+    problem = replace(case.attention, k_descale=k_descale)
+    out, _ = map(on_host, call(replace(case, attention=problem)))
+    of_nan = torch.zeros(out.shape, dtype=torch.bool)
+    of_nan[2, :, problem.group :] = True
+    assert out[of_nan].isnan().all() and out[~of_nan].isfinite().all()
+    problem = replace(problem, k_descale=k_descale.nan_to_num(1.0))
+    known = Appended(**{**vars(case), "attention": problem, "after": (problem.k, problem.v)})
+    expected = expect(known)["out"]
+    error = (out.double() - expected.exact)[~of_nan].abs().max()
+    assert error <= expected.tolerance
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=dtype_name)
 @pytest.mark.parametrize("options", NO_DROPOUT)
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -20,12 +20,13 @@ from torch import Tensor
 
 import flash_attn
 from flash_attn import _backends, flash_attn_func
-from flash_attn._backends import cuda, quantisation
+from flash_attn._backends import cuda, quantisation, tiled
 from flash_attn.fp8 import flash_attn_fp8_func, flash_attn_fp8_varlen_func, quantize
 
 NO_DROPOUT = [name for name in OPTIONS if name != "dropout"]
 KINDS = ("e4m3", *LEVELS)
 SM90 = (9, 0)
+PAGES = frozenset({"pages", "cache_slots"})
 
 on_kernels = device_fixture("cuda-sm90")
 
@@ -139,6 +140,40 @@ def test_what_kernels_refuse(calls, headdim, more):
     with flash_attn.use_backend("sm90"), pytest.raises(refused, match="tiled"):
         flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, **more)
     assert not calls.seen
+
+
+def test_few_queries_are_widened(calls, monkeypatch):
+    """And those for a cache: the decode kernels take them in 16 bits, unforced."""
+    row = cuda.Kernel("decode", "sm90", "bf16", "e4m3", "bf16", 64, 64, "plain", PAGES, 1)
+    monkeypatch.setattr(cuda, "_KERNELS", (*cuda._KERNELS, row))
+    cuda._smallest_kernel.cache_clear()
+    q, cache = (randn(2, n, 2, 64).to(FP8) for n in (40, 64))
+    descales = {f"{name}_descale": torch.full((2, 2), x) for name, x in (("q", -2.0), ("k", 3.0))}
+    table = int32([[0], [1]])
+    flash_attn.flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=3, block_table=table, **descales
+    )
+    flash_attn_func(q[:, :16], cache, cache, **descales)
+    flash_attn_func(q, cache, cache)  # many
+    (taken, given, _), (other, _, _) = calls.seen
+    assert taken == other == row
+    assert torch.equal(given["q"], q.bfloat16()) and given["q"].dtype == torch.bfloat16
+    assert torch.equal(given["k_descale"], torch.full((2, 2), -6.0)) and "q_descale" not in given
+    assert given["k"].dtype == FP8 and given["block_table"] is table
+
+
+@pytest.mark.parametrize("descales", ["q", "k", "qk", ""])
+def test_widened_problem(descales):
+    """Is the same problem: queries of 8 bits are numbers of 16."""
+    q, k, v = (randn(2, n, h, 32).to(FP8) for n, h in ((3, 4), (50, 2), (50, 2)))
+    scales = {f"{name}_descale": torch.randn(2, 2) for name in descales}
+    a = flash_attn._arguments.dense(q, k, v, flash_attn._arguments.Options(None))
+    a = a._replace(**scales)
+    assert cuda.widens(a)
+    out, lse, _ = tiled.forward(cuda.widened(a), None, False)
+    expected, expected_lse, _ = tiled.forward(a, None, False)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert rms(out, expected) < 0.03 * expected.float().square().mean().sqrt()
 
 
 def test_unforced_calls_are_tiled(calls):
@@ -272,7 +307,7 @@ def test_groups_on_kernels(on_kernels, group, kind):
 @pytest.mark.gpu
 def test_seqused_on_kernels(on_kernels):
     """What lies behind a sequence is NaN."""
-    case = dense(3, 5, 300, 4, 2, 64, device=on_kernels)
+    case = dense(3, 20, 300, 4, 2, 64, device=on_kernels)
     _, given = in_e4m3(case, descales=False)
     lengths = int32([0, 129, 300], on_kernels)
     for b, length in enumerate(lengths.tolist()):

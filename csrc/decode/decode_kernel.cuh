@@ -266,12 +266,15 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     for (int i = 2; i < kSlots; i += 2) load_block(i);
   }
 
-  // What Q K^T and P V are to be multiplied by.
+  // What Q K^T and P V are to be multiplied by. A scale is positive: queries have the sign.
   float key_unit = 1.f, value_unit = 1.f;
+  uint32_t signs = 0;
   if constexpr (Config::kIsE4m3) {
-    key_unit = kE4m3Unit * descale_of(params.k_descale, batch, head_kv);
+    const float k_descale = descale_of(params.k_descale, batch, head_kv);
+    if (k_descale < 0.f) signs = 0x80008000;
+    key_unit = kE4m3Unit * fabsf(k_descale);
     value_unit = kE4m3Unit * descale_of(params.v_descale, batch, head_kv);
-    scale_log2 = scale_log2_of(params, key_unit);
+    scale_log2 = scale_log2_of(params, key_unit) + 0.f * key_unit;  // NaN stays
   }
 
   // Rows that the lane holds some elements of: row r * 8 + lane / 4.
@@ -295,7 +298,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   ptx::cp_async_wait<kSlots - 2>();
   __syncthreads();  // the queries have arrived
   if constexpr (Config::kIsE4m3) {
-    order_queries<Config::kThreads, kRows, kHeadDim>(reinterpret_cast<unsigned char*>(shared.q));
+    order_queries<Config::kThreads, kRows, kHeadDim>(reinterpret_cast<unsigned char*>(shared.q),
+                                                     signs);
     __syncthreads();  // they are in order
   }
   int slot = 0;

@@ -25,8 +25,9 @@ using ByteLayout = TileLayout<kCols / 2>;
 // Brings each 16 columns of a tile of 16-bit numbers into the order of the operands, in place, by
 // all threads.
 // q: (kRows, kHeadDim) in the order of TileLayout
+// signs: the sign bits of two numbers, to negate all; or 0
 template <int kThreads, int kRows, int kHeadDim>
-__device__ void order_queries(unsigned char* q) {
+__device__ void order_queries(unsigned char* q, uint32_t signs = 0) {
   using Layout = TileLayout<kHeadDim>;
   constexpr int kBlocks = kHeadDim / 16;
   for (int i = threadIdx.x; i < kRows * kBlocks; i += kThreads) {
@@ -34,8 +35,8 @@ __device__ void order_queries(unsigned char* q) {
     auto& first = *reinterpret_cast<uint4*>(q + Layout::offset(row, chunk));
     auto& second = *reinterpret_cast<uint4*>(q + Layout::offset(row, chunk + 1));
     const uint4 x = first, y = second;
-    const auto even = [](uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); };
-    const auto odd = [](uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); };
+    const auto even = [=](uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410) ^ signs; };
+    const auto odd = [=](uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632) ^ signs; };
     first = make_uint4(even(x.x, x.y), even(x.z, x.w), even(y.x, y.y), even(y.z, y.w));
     second = make_uint4(odd(x.x, x.y), odd(x.z, x.w), odd(y.x, y.y), odd(y.z, y.w));
   }

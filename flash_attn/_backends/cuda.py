@@ -360,6 +360,8 @@ def forward(
     if out is not None and not _is_aligned(out) and (backend == "sm90" or problem.is_quantised):
         result, lse, probs = forward(problem, rng_state, return_probs, backend=backend)
         return out.copy_(result), lse, probs
+    if widens(problem):
+        return forward(widened(problem), rng_state, return_probs, out, backend=backend)
     if problem.is_fp8:
         return (*_forward_in_fp8(problem, out, backend), None)
     q, s_aux = problem.q, problem.s_aux
@@ -391,15 +393,37 @@ def forward(
 # ---- operands of 8 bits --------------------------------------------------------------------------
 
 
+def widens(problem: Attention) -> bool:
+    """Whether queries in FP8 are widened: few, or for a cache that only the decode kernels read.
+
+    Those are as fast with queries of 16 bits, and do not round probabilities to 8.
+    """
+    if problem.q.dtype != FP8:
+        return False
+    of_cache = problem.block_table, problem.leftpad_k, problem.cache_batch_idx
+    rows = problem.max_seqlen_q * (problem.nheads // max(problem.nheads_kv, 1))
+    return rows <= _DECODE_ROWS or any(x is not None for x in of_cache)
+
+
+def widened(problem: Attention) -> Attention:
+    """The problem with queries in bfloat16, which holds all e4m3; their descale joins the keys'."""
+    descales = [x for x in (problem.q_descale, problem.k_descale) if x is not None]
+    k_descale = descales[0] * descales[1] if len(descales) == 2 else next(iter(descales), None)
+    return problem._replace(q=problem.q.bfloat16(), q_descale=None, k_descale=k_descale)
+
+
 def _unsupported_in_fp8(problem: Attention, backend: str) -> str | None:
     """As ``unsupported``, of the forward whose operands have 8 bits."""
-    if problem.leftpad_k is not None:
-        return "has no forward in FP8 with cache_leftpad"
+    if widens(problem):
+        dtypes, operation = (torch.bfloat16, FP8, problem.out_dtype), "decode"
+    else:
+        dtype = torch.int8 if problem.fp8_level > 1 else FP8
+        dtypes, operation = (dtype, dtype, problem.out_dtype), "quantised"
     headdims, aligned = (problem.headdim, problem.headdim_v), _rows_are_aligned(problem)
+    if operation == "decode":
+        aligned = aligned and _is_aligned(problem.k) and _is_aligned(problem.v)
     features = problem.features if aligned else problem.features | {"any_alignment"}
-    dtype = torch.int8 if problem.fp8_level > 1 else FP8
-    dtypes = dtype, dtype, problem.out_dtype
-    found = _smallest_kernel(backend, "quantised", dtypes, headdims, features)
+    found = _smallest_kernel(backend, operation, dtypes, headdims, features)
     return found if isinstance(found, str) else None
 
 
