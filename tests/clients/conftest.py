@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from clients.client_helpers import Calls
+from clients.client_helpers import DEVICE, Calls
 
 # No client may look for weights: every model here is random.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seeded_on_device() -> Iterator[None]:
     torch.manual_seed(0)
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture(scope="session")
 def transformers() -> Any:
     """The module, told that a GPU is there only where it decides on flash_attention_2."""
     module = pytest.importorskip("transformers")
+    if DEVICE != "cpu":
+        return module
     from transformers import modeling_flash_attention_utils
     from transformers.utils import import_utils
 
@@ -42,7 +47,10 @@ def transformers() -> Any:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Every call of attention: no test passes on a client that quietly took another path."""
     from flash_attn import _ops
+    from flash_attn._backends import cuda
 
+    # Calls like an earlier one would be launched again without being counted.
+    monkeypatch.setattr(cuda, "call_key", lambda *arguments: None)
     made = Calls()
     for name in ("forward", "backward"):
         original = getattr(_ops, f"_run_{name}")
