@@ -37,11 +37,18 @@ from benchmarks import plots, report, training
 from benchmarks.attention import measure
 from benchmarks.cases import DTYPES, Case, Inputs
 from benchmarks.presets import combinations
-from benchmarks.providers import Forward, Provider, find_providers, fp8_providers, load_library
+from benchmarks.providers import (
+    Forward,
+    Provider,
+    fa3_operators,
+    find_providers,
+    fp8_providers,
+    load_library,
+)
 from benchmarks.report import Row, figure
 from flash_attn import _arguments, fp8
 from flash_attn._arguments import FP8_LEVELS
-from flash_attn._backends import quantisation
+from flash_attn._backends import cuda, quantisation
 
 HEADDIMS = (64, 96, 128, 192, 256)
 KEYS = 4096
@@ -117,7 +124,7 @@ def formats(x: QKV, causal: bool, a: argparse.Namespace) -> Iterator[tuple[str, 
         yield "e4m3", flash_attn.flash_attn_func(q, k, v, causal=causal, **options)[:2]
     if a.fa3_library:
         options = {**descales, "is_causal": causal, "num_splits": 1}
-        yield "fa3_e4m3", torch.ops.flash_attn_3.fwd(q, k, v, **options)[:2]
+        yield "fa3_e4m3", fa3_operators().fwd(q, k, v, **options)[:2]
 
 
 def errors(name: str, x: list[QKV], causal: bool, a: argparse.Namespace) -> Row:
@@ -193,10 +200,12 @@ def accuracy(a: argparse.Namespace, device: str) -> None:
 # ---- speed ---------------------------------------------------------------------------------------
 
 
-def prepass(case: Case, x: Inputs, level: str) -> Forward:
+def prepass(case: Case, x: Inputs, level: str, backend: str | None) -> Forward:
     options = _arguments.options(0.0, None, case.causal, -1, -1, 0.0, False)
     problem = _arguments.dense(x.q, x.k, x.v, options, fp8_level=1 + FP8_LEVELS.index(level))
-    return lambda: quantisation.quantised(problem).q
+    if backend is None:
+        return lambda: quantisation.quantised(problem).q
+    return lambda: cuda.quantised(problem, backend)["q_out"]
 
 
 def copy(case: Case, x: Inputs) -> Forward:
@@ -216,7 +225,7 @@ def speed(a: argparse.Namespace, device: str) -> None:
     providers: dict[str, Provider] = {
         a.plain: find_providers()[a.plain],
         **fp8_providers(a.backend, a.fa3_library),
-        "prepass": Provider(partial(prepass, level="balanced")),
+        "prepass": Provider(partial(prepass, level="balanced", backend=a.backend)),
         "copy": Provider(copy),
     }
     if not a.fa3_library:

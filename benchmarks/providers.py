@@ -340,6 +340,12 @@ def load_library(path: str) -> None:
     torch.ops.load_library(path)
 
 
+def fa3_operators() -> Any:
+    """Those of the library that was loaded: builds register them under one of two names."""
+    spaces = (torch.ops.flash_attn_3, torch.ops.fa3_fwd)
+    return next((x for x in spaces if hasattr(x, "fwd")), spaces[0])
+
+
 def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     if library is None:
         raise NotImplementedError("no library given (--fa3-library)")
@@ -367,7 +373,7 @@ def _fa3(case: Case, x: Inputs, library: str | None) -> Forward:
     if x.new is not None:
         names = {"k": "k_new", "v": "v_new"}
         options |= {names.get(name, name): tensor for name, tensor in x.new.items()}
-    fwd = partial(torch.ops.flash_attn_3.fwd, q, x.k, x.v, **options)
+    fwd = partial(fa3_operators().fwd, q, x.k, x.v, **options)
     return lambda: fwd()[0]
 
 

@@ -430,14 +430,32 @@ def _unsupported_in_fp8(problem: Attention, backend: str) -> str | None:
 def _forward_in_fp8(problem: Attention, out: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
     """Quantise q, k and v, or transpose v alone if they come in FP8; then attend."""
     a = problem._replace(q=_movable(problem.q), k=_movable(problem.k), v=_movable(problem.v))
+    results = quantised(a, backend)
+    options = replace(a.options, softmax_scale=a.softmax_scale)
+    a = a._replace(
+        q=results.pop("q_out", a.q), k=results.pop("k_out", a.k), fp8_level=0, options=options
+    )
+    dtypes = a.q.dtype, a.k.dtype, problem.out_dtype
+    headdims = problem.headdim, a.headdim_v
+    attention = _smallest_kernel(backend, "quantised", dtypes, headdims, a.features)
+    assert isinstance(attention, int)  # unsupported() has been asked
+    values = {"v": results.pop("v_out")}
+    s_aux = None if a.s_aux is None else a.s_aux.float().contiguous()
+    descales = {f"{x}_descale": getattr(a, f"{x}_descale") for x in "qkv"}
+    tensors = _tensors(a, None) | values | {"s_aux": s_aux} | descales | results
+    written = {"lse": a.q.new_empty(a.lse_shape, dtype=torch.float32)}
+    written["out"] = a.q.new_empty(a.out_shape, dtype=problem.out_dtype) if out is None else out
+    _launch(attention, tensors, written, _numbers(a))
+    return written["out"], written["lse"]
+
+
+def quantised(a: Attention, backend: str) -> dict[str, Tensor]:
+    """What the pass before attention writes, by the names that kernels have for it."""
     levels = a.fp8_level > 0
     dtype = torch.int8 if a.fp8_level > 1 else FP8
     headdims = a.headdim, a.headdim_v
-    attention = _smallest_kernel(
-        backend, "quantised", (dtype, dtype, a.out_dtype), headdims, a.features
-    )
     first = _smallest_kernel(backend, "quantise", (a.q.dtype, dtype, FP8), headdims, frozenset())
-    assert isinstance(attention, int) and isinstance(first, int)  # unsupported() has been asked
+    assert isinstance(first, int)  # unsupported() has been asked
     headdim = _KERNELS[first].headdim
 
     blocks = _scaled_blocks(a)
@@ -457,19 +475,7 @@ def _forward_in_fp8(problem: Attention, out: Tensor | None, backend: str) -> tup
     else:
         given["seqused_k"] = _contiguous(a.seqused_k)
     _launch(first, given, results, {})
-
-    options = replace(a.options, softmax_scale=a.softmax_scale)
-    a = a._replace(
-        q=results.pop("q_out", a.q), k=results.pop("k_out", a.k), fp8_level=0, options=options
-    )
-    values = {"v": results.pop("v_out")}
-    s_aux = None if a.s_aux is None else a.s_aux.float().contiguous()
-    descales = {f"{x}_descale": getattr(a, f"{x}_descale") for x in "qkv"}
-    tensors = _tensors(a, None) | values | {"s_aux": s_aux} | descales | results
-    written = {"lse": a.q.new_empty(a.lse_shape, dtype=torch.float32)}
-    written["out"] = a.q.new_empty(a.out_shape, dtype=problem.out_dtype) if out is None else out
-    _launch(attention, tensors, written, _numbers(a))
-    return written["out"], written["lse"]
+    return results
 
 
 def _scaled_blocks(problem: Attention) -> int:
