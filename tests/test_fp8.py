@@ -72,11 +72,14 @@ def without_dropout(options: str, batch: int, nheads: int, device: str) -> dict[
 def assert_rounded(out: Tensor, lse: Tensor, problem: Attention, inside: bool = False) -> None:
     """out and lse are those of the problem in float64, but for P's rounding to e4m3 and sums.
 
+    Tensor cores add products of e4m3 with about 14 bits.
+
     Each error is within the bound of that rounding; many together are as small as independent ones.
     The log-sum-exp adds what is not rounded. What is quantised ``inside`` may here and there lie a
     step off, where it was near a tie.
     """
     exact = problem.to(torch.float64)
+    lse_is_short = lse.is_cuda and not inside
     out, lse, eps = on_host(out), on_host(lse).double(), torch.finfo(out.dtype).eps
     expected_lse = exact.forward()[1]
     specified = ~expected_lse.isnan()
@@ -85,7 +88,7 @@ def assert_rounded(out: Tensor, lse: Tensor, problem: Attention, inside: bool = 
     assert torch.equal(lse[~finite], expected_lse[~finite])
     gap = (lse - expected_lse)[finite].abs() / (1 + expected_lse[finite].abs())
     if len(gap):
-        most, rms = (0.03, 3e-4) if inside else (1e-5, 1e-5)
+        most, rms = (0.03, 3e-4) if inside else (2e-3, 3e-4) if lse_is_short else (1e-5, 1e-5)
         assert gap.max() <= most and gap.square().mean().sqrt() <= rms, f"lse: {gap.max()}"
     errors, bounds, variances = [out.new_zeros(0)], [out.new_zeros(0)], [out.new_zeros(0)]
     for b, rows, keys in exact.sequences():
@@ -494,7 +497,7 @@ def with_outliers(*shape: int) -> Tensor:
 
 
 def rms(x: Tensor, exact: Tensor) -> float:
-    return (on_host(x).double() - exact).square().mean().sqrt().item()
+    return (on_host(x).double() - on_host(exact)).square().mean().sqrt().item()
 
 
 def results_of_formats(x: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

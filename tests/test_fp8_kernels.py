@@ -194,7 +194,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Tensor]
 
     def launched(kernel: int, tensors: Any, results: Any, numbers: Any) -> None:
         launch(kernel, tensors, results, numbers)
-        seen.append((cuda._KERNELS[kernel].operation, results))
+        seen.append((cuda._KERNELS[kernel].operation, dict(results)))
 
     monkeypatch.setattr(cuda, "_launch", launched)
     return seen

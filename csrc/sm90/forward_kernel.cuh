@@ -36,9 +36,10 @@
 #include "ptx/setmaxnreg.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
+#include "sm90/forward_parts.cuh"
 #include "sm90/key_blocks.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/quantised_softmax.cuh"
+#include "sm90/quantised_consumer.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/split.cuh"
 #include "sm90/store.cuh"
@@ -48,66 +49,6 @@
 #include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
-
-// Boxes have kBoxCols<T> columns; outside the tensors they read zeros.
-struct ForwardMaps {
-  CUtensorMap q;  // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
-  CUtensorMap k;  // (slots, nheads_kv, rows, headdim), box: key_box_rows
-  CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v)
-};
-
-// Of quantised operands.
-struct QuantisedMaps : ForwardMaps {
-  // v too: (batch, nheads_kv, headdim_v, places of keys), box: a block of keys
-  CUtensorMap v_low;
-};
-template <typename Config>
-using MapsOf = std::conditional_t<Config::kQuantised, QuantisedMaps, ForwardMaps>;
-
-// The rows of a tile: `rows` queries of `group` heads each, heads fastest.
-struct TileRows {
-  int rows;
-  int group;                  // 1, or all query heads that read the same keys
-  unsigned group_reciprocal;  // row * this >> 16 = row / group
-
-  // Of a row: its query, from the tile's first on, and its head, if the tile's first is `head`.
-  __device__ int query_of(int row) const { return static_cast<int>(row * group_reciprocal >> 16); }
-  __device__ int head_of(int head, int row) const { return (head - query_of(row)) * group + row; }
-};
-
-// What the host decides about a launch.
-struct ForwardSchedule : TileRows, TileSchedule {
-  int key_box_rows;        // keys that one box of TMA holds; divides kBlockN
-  bool draw_early;         // with one stream: the next tile is drawn before it is wanted
-  bool clear_tail;         // there may be anything but zeros behind a sequence's last value
-  bool lengths_on_device;  // to know a tile's keys, device memory is read
-};
-
-// One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some, or
-// a part of those.
-template <typename Config>
-struct TileRange {
-  static constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
-
-  Sequence sequence;
-  int m_begin, m_end;
-  int position, last_position;  // of queries m_begin and m_end - 1 among the keys
-  Mask mask;                    // of positions: its shift is 0
-  KeyBlocks<Config::kBlockN, kFull> blocks;
-
-  __device__ TileRange(const ForwardParams& params, const ForwardSchedule& schedule,
-                       const Tile& tile)
-      : sequence(params, tile.batch),
-        m_begin(tile.block * schedule.rows),
-        m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
-        position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
-        last_position(position + m_end - m_begin - 1),
-        mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
-        blocks(mask.first_key(position), mask.end_key(last_position), tile.part, schedule.splits) {
-    // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
-    if (kFull && params.alibi_slopes != nullptr) blocks.start_at(last_position);
-  }
-};
 
 // ---- Scheduler ---------------------------------------------------------------------------------
 
@@ -297,149 +238,17 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
 // Ids of named barriers: a turn for each consumer warpgroup.
 enum NamedBarrier { kTurn = 1 };
 
-// A consumer warpgroup: where it is in each pipeline, and its matmuls. `k` is the place of a block
-// of keys: that of the values, kv_state, or the next.
 template <typename Config>
-struct Consumer {
-  using T = typename Config::T;
-  using KvState = PipelineState<Config::kStages>;
-
-  typename Config::SharedStorage& shared;
-  const int warpgroup, lane;
-  KvState kv_state;
-  PipelineState<Config::kQStages> q_state;
-  TilePipeline::State tile_state;
-
-  __device__ Tile receive_tile() { return shared.tiles.receive(tile_state, lane); }
-
-  __device__ void wait_for_q() { shared.q_pipeline.wait_full(q_state); }
-  __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
-  __device__ void wait_for_v() { shared.v_pipeline.wait_full(kv_state); }
-  __device__ BlockScales scales_of(KvState k) const {
-    return shared.scales[warp_uniform(k.stage())];
-  }
-  __device__ void release_q() { shared.q_pipeline.release(q_state, lane); }
-  __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
-  __device__ void release_v() { shared.v_pipeline.release(kv_state, lane); }
-
-  // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
-  __device__ void begin_scores(typename Config::Score (&scores)[1][Config::kBlockN / 8][4],
-                               KvState k) {
-    const KMajor<T, Config::kBlockM, uint64_t> q(shared.q[warp_uniform(q_state.stage())],
-                                                 warpgroup * kWarpgroupRows);
-    start_multiply<T, Config::kHeadDim>(
-        scores[0], q, KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())]));
-  }
-  // O += P V
-  __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
-                               const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
-    auto& v = shared.v[warp_uniform(kv_state.stage())];
-    using V = typename Config::V;
-    if constexpr (Config::kQuantised) {
-      using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
-      if constexpr (Config::kTerms == 1) {
-        start_multiply_accumulate<V>(out[0], p, Values(v[0]));
-      } else {
-        const Values terms[] = {Values(v[0]), Values(v[1])};
-        start_multiply_accumulate<V>(out[0], p, terms);
-      }
-    } else {
-      start_multiply_accumulate<V>(out[0], p, MnMajor<V, Config::kBlockN, uint64_t>(v[0]));
-    }
-  }
-
-  // Reads nothing of a block: none of its queries sees it.
-  __device__ void skip_block(bool is_last) {
-    wait_for_k(kv_state);
-    release_k(kv_state);
-    if (is_last) {
-      wait_for_q();
-      release_q();
-    }
-    wait_for_v();
-    release_v();
-    kv_state.advance();
-  }
-};
-
-// The end of a tile for the two rows, `first_row` and `first_row + 8`, of which a lane holds some
-// elements.
-template <typename Config>
-struct Epilogue {
-  using Out = typename Config::Out;
-  float factors[2];  // what the output is multiplied by
-  Out* targets[2];   // where it goes; null: the row holds no query
-
-  // Writes the log-sum-exp. scale: of the output
-  __device__ void finish_softmax(const ForwardParams& params, const TileRows& tile_rows,
-                                 const Tile& tile, SoftmaxState<1>& softmax, float scale,
-                                 int first_row, int lane) {
-    // What it needs of the sequence is read again instead of occupying registers.
-    const Sequence sequence(params, ptx::opaque(tile.batch));
-    const int m_begin = ptx::opaque(tile.block) * tile_rows.rows;
-    float lse[2];
-    if constexpr (Config::kQuantised) {
-      float sinks[2] = {-INFINITY, -INFINITY};
-      if (params.s_aux != nullptr) {
-        sinks[0] = params.s_aux[tile_rows.head_of(tile.head, first_row)];
-        sinks[1] = params.s_aux[tile_rows.head_of(tile.head, first_row + 8)];
-      }
-      const float descale =
-          descale_of(params.v_descale, ptx::opaque(tile.batch), ptx::opaque(tile.head_kv));
-      finish_quantised_rows(softmax, sinks, scale * descale, factors, lse, lane % 4 == 0);
-    } else {
-      finish_rows(softmax, scale, factors, lse, WarpTeam());
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + half * 8, query = m_begin + tile_rows.query_of(row);
-      const int head = tile_rows.head_of(tile.head, row), place = sequence.q_first + query;
-      const bool valid = row < tile_rows.rows * tile_rows.group && query < sequence.seqlen_q;
-      targets[half] = valid ? rows_of<Out>(params.out, sequence.q_batch, place, head) : nullptr;
-      if (valid && lane % 4 == 0) {
-        params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride +
-                   place] = lse[half];
-      }
-    }
-  }
-
-  __device__ void store_output(const ForwardParams& params,
-                               float (&out)[1][Config::kHeadDimV / 8][4], int lane) const {
-    rescale_output(out, factors);
-    store_accumulators<Out, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0], lane);
-  }
-};
-
-// Leaves a warp's part of a tile; merges the parts and returns true if it is the last.
-template <typename Config>
-__device__ bool merge_tile(const ForwardParams& params, const ForwardSchedule& schedule,
-                           const Tile& tile, SoftmaxState<1>& softmax,
-                           float (&out)[1][Config::kHeadDimV / 8][4], int first_row, int lane) {
-  constexpr int kOutTiles = Config::kHeadDimV / 8;
-  const int warp = first_row / 16;
-  const int head = ptx::opaque(tile.batch) * schedule.heads + tile.head;
-  const int place = (head * schedule.blocks + tile.block) * Config::kConsumerWarps + warp;
-  const int64_t first = int64_t{1} * place * schedule.splits * 32;
-  const SplitSlot slot{reinterpret_cast<float4*>(params.partial_out) + first * kOutTiles,
-                       reinterpret_cast<float4*>(params.partial_rows) + first,
-                       params.counters + 1 + place};
-  return merge_parts(slot, tile.part, schedule.splits, softmax, out, lane);
-}
-
-template <typename Config>
-__device__ void consume(const typename Config::Params& params, const ForwardSchedule& schedule,
+__device__ void consume(const ForwardParams& params, const ForwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
-  constexpr bool kQuantised = Config::kQuantised, kDropout = kFull && !kQuantised;
   constexpr int kBlockN = Config::kBlockN;
   // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1;
   // Beside the last matmul, or behind it. Code that does it at several places would spill with two
-  // streams, whose warps have few registers, or with a wide quantised head; with the full set it is
-  // slower.
-  constexpr bool kFinishEarly =
-      Config::kStreams == 1 && !kFull && !(kQuantised && Config::kHeadDimV > 192);
+  // streams, whose warps have few registers; with the full set it is slower.
+  constexpr bool kFinishEarly = Config::kStreams == 1 && !kFull;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
@@ -457,7 +266,7 @@ __device__ void consume(const typename Config::Params& params, const ForwardSche
 
   Consumer<Config> consumer{shared, warpgroup, lane};
   auto& kv_state = consumer.kv_state;
-  typename Config::Score scores[1][kBlockN / 8][4];
+  float scores[1][kBlockN / 8][4];
   const auto query_of = [&](int row) { return schedule.query_of(row); };
   const int first_query = query_of(warpgroup * kWarpgroupRows);
   const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
@@ -474,60 +283,41 @@ __device__ void consume(const typename Config::Params& params, const ForwardSche
     float out[1][Config::kHeadDimV / 8][4] = {};
     ptx::wait_for_earlier_kernels();
     float sinks[2] = {-INFINITY, -INFINITY};
-    if (!kQuantised && params.s_aux != nullptr && tile.part == 0) {
+    if (params.s_aux != nullptr && tile.part == 0) {
       sinks[0] = params.s_aux[schedule.head_of(tile.head, first_row)];
       sinks[1] = params.s_aux[schedule.head_of(tile.head, first_row + 8)];
     }
     SoftmaxState<1> softmax(scale_log2, sinks, lane % 4 == 0);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     const Dropout dropout(params, tile.batch, tile.head);
-    std::conditional_t<kQuantised, TileScales<kFull>, NoScales> scales(
-        params, schedule, tile, range.sequence, range.m_begin, first_row);
     uint32_t p[kBlockN / kWgmmaDepth<T>][4];
     const auto softmax_block = [&](auto first, int n) {
       constexpr bool kFirst = decltype(first)::value;
       const int key = n + lane % 4 * 2;
       const int row = ptx::opaque(range.position);  // or what follows would occupy registers
-      const auto transform_and_mask = [&](float (&scores)[1][kBlockN / 8][4]) {
-        const auto mask_scores = [&] {
-          if (n + kBlockN <= all_end && n >= all_begin) return;
-          const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
-          apply_mask(scores, range.mask, row_of, key);
-          if constexpr (kQuantised && !kFull) keep_hidden(scores, scales.q[0]);
-        };
-        if constexpr (kFull) {
-          transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});
-        }
-        mask_scores();
+      const auto mask_scores = [&] {
+        if (n + kBlockN <= all_end && n >= all_begin) return;
+        const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
+        apply_mask(scores, range.mask, row_of, key);
       };
-      if constexpr (kQuantised) {
-        as_floats(scores, [&](float (&scores)[1][kBlockN / 8][4]) {
-          const typename Config::Score type{};
-          scales.apply(scores, type);
-          transform_and_mask(scores);
-          const Exponents exponents = exponents_of(scales, softmax.scale_log2, type);
-          quantised_softmax_step<kFirst>(p, softmax, scores, exponents, scales.block.v, out);
+      if constexpr (kFull) {
+        transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});
+      }
+      mask_scores();
+      if (kFull && dropout.enabled) {
+        softmax_step<T, kFirst>(p, softmax, scores, out, lane, [&](int i, int lane) {
+          return dropout.kept((range.m_begin + first_row) / 16, n / 16 + i, lane);
         });
       } else {
-        transform_and_mask(scores);
-        if (kDropout && dropout.enabled) {
-          softmax_step<T, kFirst>(p, softmax, scores, out, lane, [&](int i, int lane) {
-            return dropout.kept((range.m_begin + first_row) / 16, n / 16 + i, lane);
-          });
-        } else {
-          softmax_step<T, kFirst>(p, softmax, scores, out, lane,
-                                  [](int, int) { return [](int, int) { return true; }; });
-        }
+        softmax_step<T, kFirst>(p, softmax, scores, out, lane,
+                                [](int, int) { return [](int, int) { return true; }; });
       }
     };
 
     Epilogue<Config> epilogue;
     const auto finish_softmax = [&] {
       epilogue.finish_softmax(params, schedule, tile, softmax,
-                              kQuantised                    ? kProbabilityUnit
-                              : kDropout && dropout.enabled ? dropout.scale
-                                                            : 1.f,
-                              first_row, lane);
+                              kFull && dropout.enabled ? dropout.scale : 1.f, first_row, lane);
     };
 
     const bool is_split = schedule.splits > 1;
@@ -545,7 +335,6 @@ __device__ void consume(const typename Config::Params& params, const ForwardSche
       consumer.wait_for_q();
       consumer.wait_for_k(kv_state);
       consumer.begin_scores(scores, kv_state);
-      if constexpr (kQuantised) scales.block = consumer.scales_of(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
       if (kReleaseQEarly && block.is_last()) consumer.release_q();
@@ -559,7 +348,6 @@ __device__ void consume(const typename Config::Params& params, const ForwardSche
         consumer.begin_scores(scores, kv_state.next());
         consumer.begin_output(out, p);
         pass_turn();
-        if constexpr (kQuantised) scales.block = consumer.scales_of(kv_state.next());
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(kv_state.next());
         if (kReleaseQEarly && block.is_last()) consumer.release_q();
@@ -622,9 +410,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   constexpr int kConsumerWarps = Config::kConsumerWarps, kStreams = Config::kStreams;
   if (warp < kStreams * kConsumerWarps) {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    const int stream = warp / kConsumerWarps;
-    consume<Config>(params, schedule, scale_log2, shared_of_stream[stream],
-                    warp % kConsumerWarps / 4);
+    auto& shared = shared_of_stream[warp / kConsumerWarps];
+    const int warpgroup = warp % kConsumerWarps / 4;
+    if constexpr (Config::kQuantised) {
+      consume_quantised<Config>(params, schedule, scale_log2, shared, warpgroup);
+    } else {
+      consume<Config>(params, schedule, scale_log2, shared, warpgroup);
+    }
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int helper = warp - kStreams * kConsumerWarps;

@@ -51,40 +51,13 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   return {};
 }
 
-// The tile shapes of operands in 8 bits. A block of keys, 64 or 128 of them, has one scale and is a
-// row of the transposed values in shared memory. Registers of a consumer's thread: block_n / 2 of
-// scores, headdim_v / 2 of output, block_n / 8 of probabilities, and about 40 others. Not measured
-// yet: the first one runs unless another is forced.
-constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, int choice) {
-  const bool plain = features == FeatureSet::kPlain;
-  switch (headdim) {
-    case 64:
-      // 112 of 160 registers. Exponentials take twice the time of the tensor cores: three
-      // warpgroups keep the special-function units busier than two, and so may two streams.
-      if (choice == 0) return plain ? ForwardTile{192, 128, 4, 2} : ForwardTile{128, 128, 4, 2};
-      if (choice == 1 && plain) return {128, 64, 4, 2, 2};
-      if (choice == 2 && plain) return {128, 128, 4, 2};
-      break;
-    case 96:
-      // 144 registers of 232; 88 of 160.
-      if (choice == 0) return {128, 128, 3, 2};
-      if (choice == 1 && plain) return {192, 64, 4, 2};
-      break;
-    case 128:
-      // 144 registers of 232; 104 of 160.
-      if (choice == 0) return {128, 128, 3, 2};
-      if (choice == 1 && plain) return {192, 64, 4, 2};
-      break;
-    case 192:
-      // 176 of 232 registers. Q and K take the shared memory of 256 columns.
-      if (choice == 0) return {128, 128, 2, 1};
-      break;
-    default:
-      // 168 of 232 registers. Blocks of 128 keys take 208, and what is left does not do.
-      if (choice == 0) return {128, 64, 3, 2};
-      break;
-  }
-  return {};
+// The tile shapes of operands in 8 bits. A block of keys has one scale and is a row of the transposed
+// values in shared memory.
+constexpr ForwardTile quantised_tile(int headdim, FeatureSet, int choice) {
+  if (choice > 0) return {};
+  if (headdim <= 64) return {128, 128, 4, 2};
+  if (headdim <= 128) return {128, 128, 3, 2};
+  return {128, 128, 2, 1};
 }
 
 constexpr int count_quantised_tiles(int headdim, FeatureSet features) {

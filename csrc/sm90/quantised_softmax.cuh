@@ -74,7 +74,8 @@ __device__ inline BlockScales block_scales(const QuantisedParams& params, const 
     if (scales.data == nullptr) return 1.f;
     return scales.data[batch * scales.batch_stride + head * scales.head_stride + block];
   };
-  return {of(params.k_scale), of(params.v_scale)};
+  const float v = of(params.v_scale);
+  return {of(params.k_scale), __log2f(v), __fdividef(kProbabilityUnit, v)};
 }
 
 // Of a lane's two rows, and of the block of keys whose scores are computed.
@@ -116,48 +117,40 @@ struct TileScales {
   }
 };
 
-struct NoScales {
-  template <typename... Arguments>
-  __device__ explicit NoScales(const Arguments&...) {}
-};
-
 template <typename Score, bool kFull>
 __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_log2, Score) {
   Exponents exponents;
-  const float log2_v = __log2f(scales.block.v);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float factor = kFull ? scale_log2 : not_zero(scales.q[r] * scales.block.k);
     exponents.factor[r] = factor;
-    exponents.offset[r] = kFull ? log2_v : fmaf(-kOffset<Score>, factor, log2_v);
+    exponents.offset[r] =
+        kFull ? scales.block.log2_v : fmaf(-kOffset<Score>, factor, scales.block.log2_v);
   }
   return exponents;
 }
 
-// As softmax_step of softmax.cuh.
+// The probabilities of the next scores, whose sums join the rows'. Returns whether references rose:
+// then what came before is to be multiplied by the factors. Also of a tile's first scores: all
+// outgrow a new reference, or are hidden.
 // scores: as floats
-template <bool kFirst, int kColTiles, int kOutTiles>
-__device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
+template <int kColTiles>
+__device__ bool quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
                                        const float (&scores)[1][kColTiles][4],
-                                       const Exponents& exponents, float v_scale,
-                                       float (&out)[1][kOutTiles][4]) {
-  const auto exponent_of = [&](float score, int r) { return exponents.of(score, r); };
-  if constexpr (kFirst) {
-    float nothing[1][1][4] = {};
-    raise_references(softmax, {true, true}, scores, nothing, exponent_of);
-  }
+                                       const Exponents& exponents, float unit,
+                                       float (&factors)[2]) {
   ProbabilitySums sums = exponentiate_quantised(p, softmax, scores, exponents);
-  if constexpr (!kFirst) {
-    // (Where there is NaN the row is NaN, whatever its reference.)
-    const bool outgrown[2] = {sums.largest[0] > kLargestE4m3, sums.largest[1] > kLargestE4m3};
-    if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
-      raise_references(softmax, outgrown, scores, out, exponent_of);
-      sums = exponentiate_quantised(p, softmax, scores, exponents);
-    }
+  // (Where there is NaN the row is NaN, whatever its reference.)
+  const bool outgrown[2] = {sums.largest[0] > kLargestE4m3, sums.largest[1] > kLargestE4m3};
+  const bool rise = __any_sync(0xffffffff, outgrown[0] || outgrown[1]);
+  if (rise) {
+    raise_references(softmax, outgrown, scores, factors,
+                     [&](float score, int r) { return exponents.of(score, r); });
+    sums = exponentiate_quantised(p, softmax, scores, exponents);
   }
-  const float unit = __fdividef(kProbabilityUnit, v_scale);
 #pragma unroll
   for (int r = 0; r < 2; ++r) softmax.sum[r] = fmaf(sums.all[r], unit, softmax.sum[r]);
+  return rise;
 }
 
 // finish_rows (common/softmax.h). Sinks join here: beside p' they could be the largest by far.

@@ -44,15 +44,14 @@ __device__ float2 exponentiate_scores(uint32_t (&p)[kColTiles / 2][4],
   return make_float2(sums[0], sums[1]);
 }
 
-// Where scores have outgrown a row's reference in some lane of the quad, it becomes their maximum
-// and what came before is rescaled. Each row decides for itself, so that its result does not depend
-// on its neighbours.
+// Where scores have outgrown a row's reference in some lane of the quad, it becomes their maximum.
+// Each row decides for itself, so that its result does not depend on its neighbours.
 // exponent_of(score, r): of 2, of a score in row r
-template <int kColTiles, int kOutTiles, typename ExponentOf>
+// factors: what the output of the rows' blocks so far is to be multiplied by
+template <int kColTiles, typename ExponentOf>
 __device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown)[2],
-                                 const float (&scores)[1][kColTiles][4],
-                                 float (&out)[1][kOutTiles][4], ExponentOf exponent_of) {
-  float factors[2];
+                                 const float (&scores)[1][kColTiles][4], float (&factors)[2],
+                                 ExponentOf exponent_of) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float row_max = -INFINITY;
@@ -64,7 +63,6 @@ __device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown
     const bool raise = quad_max(outgrown[r] ? 1.f : 0.f) > 0.f && scaled_max > softmax.reference[r];
     factors[r] = softmax.raise_reference(raise, r, scaled_max);
   }
-  rescale_output(out, factors);
 }
 
 // The probabilities of the next block of scores, whose sums join the rows'. kFirst: it is the
@@ -74,15 +72,16 @@ __device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& s
                              const float (&scores)[1][kColTiles][4], float (&out)[1][kOutTiles][4],
                              int lane, KeptOf kept_of_block) {
   const auto exponent_of = [&](float score, int) { return score * softmax.scale_log2; };
+  float factors[2];
   if constexpr (kFirst) {
-    float nothing[1][1][4] = {};
-    raise_references(softmax, {true, true}, scores, nothing, exponent_of);
+    raise_references(softmax, {true, true}, scores, factors, exponent_of);
   }
   float2 sums = exponentiate_scores<T>(p, softmax, scores, lane, kept_of_block);
   if constexpr (!kFirst) {
     const bool outgrown[2] = {!(sums.x <= kLargestSum), !(sums.y <= kLargestSum)};  // NaN too
     if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
-      raise_references(softmax, outgrown, scores, out, exponent_of);
+      raise_references(softmax, outgrown, scores, factors, exponent_of);
+      rescale_output(out, factors);
       // (The shuffle, of its own lane, hides that the dropout mask has been computed before: it had
       // better be computed once more than be remembered.)
       sums = exponentiate_scores<T>(p, softmax, scores, __shfl_sync(0xffffffff, lane, lane),

@@ -1,0 +1,222 @@
+// What the consumers of the Hopper forward have in common, in 16 bits and in 8: their tiles, their
+// matmuls' operands, the end of a tile.
+#pragma once
+
+#include <cuda.h>
+
+#include <type_traits>
+
+#include "common/mask.h"
+#include "common/sequence.h"
+#include "common/softmax.h"
+#include "common/warp.h"
+#include "params.h"
+#include "ptx/opaque.h"
+#include "sm90/forward_config.cuh"
+#include "sm90/key_blocks.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/quantised_softmax.cuh"
+#include "sm90/split.cuh"
+#include "sm90/store.cuh"
+#include "sm90/tile_layout.cuh"
+#include "sm90/tile_scheduler.cuh"
+#include "sm90/warpgroup_matmul.cuh"
+
+namespace flash::sm90 {
+
+// Boxes have kBoxCols<T> columns; outside the tensors they read zeros.
+struct ForwardMaps {
+  CUtensorMap q;  // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
+  CUtensorMap k;  // (slots, nheads_kv, rows, headdim), box: key_box_rows
+  CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v)
+};
+
+// Of quantised operands.
+struct QuantisedMaps : ForwardMaps {
+  // v too: (batch, nheads_kv, headdim_v, places of keys), box: a block of keys
+  CUtensorMap v_low;
+};
+template <typename Config>
+using MapsOf = std::conditional_t<Config::kQuantised, QuantisedMaps, ForwardMaps>;
+
+// The rows of a tile: `rows` queries of `group` heads each, heads fastest.
+struct TileRows {
+  int rows;
+  int group;                  // 1, or all query heads that read the same keys
+  unsigned group_reciprocal;  // row * this >> 16 = row / group
+
+  // Of a row: its query, from the tile's first on, and its head, if the tile's first is `head`.
+  __device__ int query_of(int row) const { return static_cast<int>(row * group_reciprocal >> 16); }
+  __device__ int head_of(int head, int row) const { return (head - query_of(row)) * group + row; }
+};
+
+// What the host decides about a launch.
+struct ForwardSchedule : TileRows, TileSchedule {
+  int key_box_rows;        // keys that one box of TMA holds; divides kBlockN
+  bool draw_early;         // with one stream: the next tile is drawn before it is wanted
+  bool clear_tail;         // there may be anything but zeros behind a sequence's last value
+  bool lengths_on_device;  // to know a tile's keys, device memory is read
+};
+
+// One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some, or
+// a part of those.
+template <typename Config>
+struct TileRange {
+  static constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
+
+  Sequence sequence;
+  int m_begin, m_end;
+  int position, last_position;  // of queries m_begin and m_end - 1 among the keys
+  Mask mask;                    // of positions: its shift is 0
+  KeyBlocks<Config::kBlockN, kFull> blocks;
+
+  __device__ TileRange(const ForwardParams& params, const ForwardSchedule& schedule,
+                       const Tile& tile)
+      : sequence(params, tile.batch),
+        m_begin(tile.block * schedule.rows),
+        m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
+        position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
+        last_position(position + m_end - m_begin - 1),
+        mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
+        blocks(mask.first_key(position), mask.end_key(last_position), tile.part, schedule.splits) {
+    // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
+    if (kFull && params.alibi_slopes != nullptr) blocks.start_at(last_position);
+  }
+};
+
+// A consumer warpgroup: where it is in each pipeline, and its matmuls. `k` is the place of a block
+// of keys: that of the values, kv_state, or the next.
+template <typename Config>
+struct Consumer {
+  using T = typename Config::T;
+  using KvState = PipelineState<Config::kStages>;
+
+  typename Config::SharedStorage& shared;
+  const int warpgroup, lane;
+  KvState kv_state;
+  PipelineState<Config::kQStages> q_state;
+  TilePipeline::State tile_state;
+
+  __device__ Tile receive_tile() { return shared.tiles.receive(tile_state, lane); }
+
+  __device__ void wait_for_q() { shared.q_pipeline.wait_full(q_state); }
+  __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
+  __device__ void wait_for_v() { shared.v_pipeline.wait_full(kv_state); }
+  __device__ BlockScales scales_of(KvState k) const {
+    return shared.scales[warp_uniform(k.stage())];
+  }
+  __device__ void release_q() { shared.q_pipeline.release(q_state, lane); }
+  __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
+  __device__ void release_v() { shared.v_pipeline.release(kv_state, lane); }
+
+  // S = Q K^T of the keys from row `row` of a block on. (The compiler shall know that a stage is the
+  // same in all lanes.)
+  template <int kColTiles>
+  __device__ void begin_scores(typename Config::Score (&scores)[1][kColTiles][4], KvState k,
+                               int row = 0) {
+    const KMajor<T, Config::kBlockM, uint64_t> q(shared.q[warp_uniform(q_state.stage())],
+                                                 warpgroup * kWarpgroupRows);
+    start_multiply<T, Config::kHeadDim>(
+        scores[0], q, KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())], row));
+  }
+  // O += P V
+  __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
+                               const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
+    auto& v = shared.v[warp_uniform(kv_state.stage())][0];
+    start_multiply_accumulate<T>(out[0], p, MnMajor<T, Config::kBlockN, uint64_t>(v));
+  }
+  // The same of quantised values, those of the keys from row `kRow` of a block on; O = P V unless
+  // kAccumulate.
+  template <int kRow, bool kAccumulate, int kSteps>
+  __device__ void begin_quantised_output(float (&out)[1][Config::kHeadDimV / 8][4],
+                                         const uint32_t (&p)[kSteps][4]) {
+    using V = typename Config::V;
+    using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
+    auto& v = shared.v[warp_uniform(kv_state.stage())];
+    constexpr int kFirst = kRow / kWgmmaDepth<V>;
+    if constexpr (Config::kTerms == 1) {
+      start_multiply_terms<V, kAccumulate, kFirst>(out[0], p, {Values(v[0])});
+    } else {
+      start_multiply_terms<V, kAccumulate, kFirst>(out[0], p, {Values(v[0]), Values(v[1])});
+    }
+  }
+
+  // Reads nothing of a block: none of its queries sees it.
+  __device__ void skip_block(bool is_last) {
+    wait_for_k(kv_state);
+    release_k(kv_state);
+    if (is_last) {
+      wait_for_q();
+      release_q();
+    }
+    wait_for_v();
+    release_v();
+    kv_state.advance();
+  }
+};
+
+// The end of a tile for the two rows, `first_row` and `first_row + 8`, of which a lane holds some
+// elements.
+template <typename Config>
+struct Epilogue {
+  using Out = typename Config::Out;
+  float factors[2];  // what the output is multiplied by
+  Out* targets[2];   // where it goes; null: the row holds no query
+
+  // Writes the log-sum-exp. scale: of the output
+  __device__ void finish_softmax(const ForwardParams& params, const TileRows& tile_rows,
+                                 const Tile& tile, SoftmaxState<1>& softmax, float scale,
+                                 int first_row, int lane) {
+    // What it needs of the sequence is read again instead of occupying registers.
+    const Sequence sequence(params, ptx::opaque(tile.batch));
+    const int m_begin = ptx::opaque(tile.block) * tile_rows.rows;
+    float lse[2];
+    if constexpr (Config::kQuantised) {
+      float sinks[2] = {-INFINITY, -INFINITY};
+      if (params.s_aux != nullptr) {
+        sinks[0] = params.s_aux[tile_rows.head_of(tile.head, first_row)];
+        sinks[1] = params.s_aux[tile_rows.head_of(tile.head, first_row + 8)];
+      }
+      const float descale =
+          descale_of(params.v_descale, ptx::opaque(tile.batch), ptx::opaque(tile.head_kv));
+      finish_quantised_rows(softmax, sinks, scale * descale, factors, lse, lane % 4 == 0);
+    } else {
+      finish_rows(softmax, scale, factors, lse, WarpTeam());
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8, query = m_begin + tile_rows.query_of(row);
+      const int head = tile_rows.head_of(tile.head, row), place = sequence.q_first + query;
+      const bool valid = row < tile_rows.rows * tile_rows.group && query < sequence.seqlen_q;
+      targets[half] = valid ? rows_of<Out>(params.out, sequence.q_batch, place, head) : nullptr;
+      if (valid && lane % 4 == 0) {
+        params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride +
+                   place] = lse[half];
+      }
+    }
+  }
+
+  __device__ void store_output(const ForwardParams& params,
+                               float (&out)[1][Config::kHeadDimV / 8][4], int lane) const {
+    rescale_output(out, factors);
+    store_accumulators<Out, Config::kStreams == 2 ? 2 : 4>(targets, params.headdim_v, out[0], lane);
+  }
+};
+
+// Leaves a warp's part of a tile; merges the parts and returns true if it is the last.
+template <typename Config>
+__device__ bool merge_tile(const ForwardParams& params, const ForwardSchedule& schedule,
+                           const Tile& tile, SoftmaxState<1>& softmax,
+                           float (&out)[1][Config::kHeadDimV / 8][4], int first_row, int lane) {
+  constexpr int kOutTiles = Config::kHeadDimV / 8;
+  const int warp = first_row / 16;
+  const int head = ptx::opaque(tile.batch) * schedule.heads + tile.head;
+  const int place = (head * schedule.blocks + tile.block) * Config::kConsumerWarps + warp;
+  const int64_t first = int64_t{1} * place * schedule.splits * 32;
+  const SplitSlot slot{reinterpret_cast<float4*>(params.partial_out) + first * kOutTiles,
+                       reinterpret_cast<float4*>(params.partial_rows) + first,
+                       params.counters + 1 + place};
+  return merge_parts(slot, tile.part, schedule.splits, softmax, out, lane);
+}
+
+}  // namespace flash::sm90
