@@ -56,7 +56,7 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
 constexpr ForwardTile quantised_tile(int headdim, FeatureSet, int choice) {
   if (choice > 0) return {};
   if (headdim <= 64) return {128, 128, 4, 2};
-  if (headdim <= 128) return {128, 128, 3, 2};
+  if (headdim <= 128) return {128, 128, 4, 2};
   return {128, 128, 2, 1};
 }
 

@@ -17,6 +17,7 @@
 #include "common/softmax.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
+#include "ptx/named_barrier.h"
 #include "ptx/opaque.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_parts.cuh"
@@ -24,9 +25,12 @@
 
 namespace flash::sm90 {
 
-constexpr int kStepKeys = 64;
+constexpr int kLoop = 0;
+constexpr bool kTurnsQ = false;
+constexpr int kPromoteBlocks = 4;
+constexpr int kStepKeys = kLoop == 1 ? 128 : 64;
 // The steps of a block, keys from the last to the first: their first rows in it.
-constexpr int kFirstRow = kScaledKeys - kStepKeys, kSecondRow = 0;
+constexpr int kFirstRow = kScaledKeys - 64, kSecondRow = 0;
 
 template <bool kFirst, typename T>
 __device__ T& choose(T& first, T& second) {
@@ -39,7 +43,13 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
                                   float scale_log2, typename Config::SharedStorage& shared,
                                   int warpgroup) {
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
-  constexpr bool kPromotes = Config::kHeadDimV <= 128;
+  constexpr bool kPromotes = kPromoteBlocks > 0 && Config::kHeadDimV <= 128;
+  int since = 0;
+  enum { kTurn = 1 };
+  const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
+  const auto take_turn = [&] { if (kTurnsQ) ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup); };
+  const auto pass_turn = [&] { if (kTurnsQ) ptx::bar_arrive(kTurn + next_warpgroup, 2 * kWarpgroup); };
+  if (next_warpgroup == 0) pass_turn();
   constexpr int kOutTiles = Config::kHeadDimV / 8;
   static_assert(Config::kBlockN == kScaledKeys);
   using Score = typename Config::Score;
@@ -52,7 +62,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
   Consumer<Config> consumer{shared, warpgroup, lane};
   auto& kv_state = consumer.kv_state;
   // Of the first and the second step of a block.
-  Score scores[2][1][kStepKeys / 8][4];
+  Score scores[kLoop == 1 ? 1 : 2][1][kStepKeys / 8][4];
   uint32_t p[2][kStepKeys / kWgmmaDepth<typename Config::V>][4];
   for (;;) {
     const Tile tile = consumer.receive_tile();
@@ -64,6 +74,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     const int seen_end = has_queries ? range.mask.end_key(last) : 0;
     const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
 
+    since = 0;
     float out[1][kOutTiles][4] = {};
     [[maybe_unused]] float block_out[1][kOutTiles][4];
     auto& products = choose<kPromotes>(block_out, out);
@@ -84,7 +95,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       const int key = n + lane % 4 * 2;
       const int row = ptx::opaque(range.position);  // or what follows would occupy registers
       bool rise;
-      as_floats(scores[kStep], [&](float (&scores)[1][kStepKeys / 8][4]) {
+      as_floats(scores[kLoop == 1 ? 0 : kStep], [&](float (&scores)[1][kStepKeys / 8][4]) {
         const auto mask_scores = [&] {
           if (n + kStepKeys <= all_end && n >= all_begin) return;
           const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
@@ -104,6 +115,14 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     constexpr std::integral_constant<int, 0> kFirst{};
     constexpr std::integral_constant<int, 1> kSecond{};
 
+    const auto promote = [&] {
+      if constexpr (kPromotes) {
+        if (++since == kPromoteBlocks) {
+          for_each(out, [&](float& x, int m, int n, int j) { x += block_out[m][n][j]; });
+          since = 0;
+        }
+      }
+    };
     Epilogue<Config> epilogue;
     auto block = range.blocks;
     bool more = !block.empty();
@@ -111,25 +130,28 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     while (more && block.key() >= seen_end) {
       more = !block.is_last();
       consumer.skip_block(!more);
+      take_turn();
+      pass_turn();
       block.advance();
     }
     if (more) {
       float factors[2];
+      if constexpr (kLoop == 0) {
       consumer.wait_for_q();
       consumer.wait_for_k(kv_state);
       consumer.begin_scores(scores[0], kv_state, kFirstRow);
       take_scales(kv_state);
       ptx::wgmma_wait<0>(scores[0][0]);
-      consumer.begin_scores(scores[1], kv_state, kSecondRow);
+      consumer.begin_scores(scores[kLoop == 1 ? 0 : 1], kv_state, kSecondRow);
       softmax_step(kFirst, block.key() + kFirstRow, factors);
-      ptx::wgmma_wait<0>(scores[1][0]);
+      ptx::wgmma_wait<0>(scores[kLoop == 1 ? 0 : 1][0]);
       consumer.release_k(kv_state);
       while (!block.is_last()) {
         const int n = block.key();
         block.advance();
         // The second step of a block, and the first of the next.
         consumer.wait_for_v();
-        consumer.template begin_quantised_output<kFirstRow, !kPromotes>(products, p[0]);
+        consumer.template begin_quantised_output<kFirstRow>(products, p[0], !kPromotes || since > 0);
         consumer.wait_for_k(kv_state.next());
         consumer.begin_scores(scores[0], kv_state.next(), kFirstRow);
         bool rise = softmax_step(kSecond, n + kSecondRow, factors);
@@ -140,35 +162,79 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
           if constexpr (kPromotes) rescale_output(block_out, factors);
         }
 
-        consumer.template begin_quantised_output<kSecondRow, true>(products, p[1]);
-        consumer.begin_scores(scores[1], kv_state.next(), kSecondRow);
+        consumer.template begin_quantised_output<kSecondRow>(products, p[1], true);
+        consumer.begin_scores(scores[kLoop == 1 ? 0 : 1], kv_state.next(), kSecondRow);
         take_scales(kv_state.next());
         rise = softmax_step(kFirst, block.key() + kFirstRow, factors);
         ptx::wgmma_wait<0>(products[0]);
-        ptx::wgmma_wait<0>(scores[1][0]);
+        ptx::wgmma_wait<0>(scores[kLoop == 1 ? 0 : 1][0]);
         consumer.release_v();
         kv_state.advance();
         consumer.release_k(kv_state);
-        if constexpr (kPromotes) {
-          for_each(out, [&](float& x, int m, int n, int j) { x += block_out[m][n][j]; });
+        if (rise) {
+          rescale_output(out, factors);
+          if constexpr (kPromotes) rescale_output(block_out, factors);
         }
-        if (rise) rescale_output(out, factors);
+        promote();
       }
       consumer.release_q();
       consumer.wait_for_v();
-      consumer.template begin_quantised_output<kFirstRow, !kPromotes>(products, p[0]);
+      consumer.template begin_quantised_output<kFirstRow>(products, p[0], !kPromotes || since > 0);
       const bool rise = softmax_step(kSecond, block.key() + kSecondRow, factors);
       ptx::wgmma_wait<0>(products[0]);
       if (rise) {
         rescale_output(out, factors);
         if constexpr (kPromotes) rescale_output(block_out, factors);
       }
-      consumer.template begin_quantised_output<kSecondRow, true>(products, p[1]);
+      consumer.template begin_quantised_output<kSecondRow>(products, p[1], true);
       ptx::wgmma_wait<0>(products[0]);
       consumer.release_v();
       kv_state.advance();
-      if constexpr (kPromotes) {
-        for_each(out, [&](float& x, int m, int n, int j) { x += block_out[m][n][j]; });
+      since = kPromoteBlocks - 1;
+      promote();
+      } else {
+      consumer.wait_for_q();
+      consumer.wait_for_k(kv_state);
+      consumer.begin_scores(scores[0], kv_state, 0);
+      take_scales(kv_state);
+      ptx::wgmma_wait<0>(scores[0][0]);
+      consumer.release_k(kv_state);
+      softmax_step(kFirst, block.key(), factors);
+      while (!block.is_last()) {
+        block.advance();
+        consumer.wait_for_v();
+        consumer.wait_for_k(kv_state.next());
+        take_turn();
+        consumer.begin_scores(scores[0], kv_state.next(), 0);
+        consumer.template begin_quantised_output<0>(products, p[0], !kPromotes || since > 0);
+        pass_turn();
+        take_scales(kv_state.next());
+        ptx::wgmma_wait<1>(scores[0][0]);
+        consumer.release_k(kv_state.next());
+        const bool rise = softmax_step(kSecond, block.key(), factors);
+        ptx::wgmma_wait<0>(products[0]);
+        consumer.release_v();
+        kv_state.advance();
+        if (rise) {
+          rescale_output(out, factors);
+          if constexpr (kPromotes) rescale_output(block_out, factors);
+        }
+        promote();
+#pragma unroll
+        for (int n = 0; n < kStepKeys / 32; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) p[0][n][i] = p[1][n][i];
+      }
+      consumer.release_q();
+      consumer.wait_for_v();
+      take_turn();
+      consumer.template begin_quantised_output<0>(products, p[0], !kPromotes || since > 0);
+      pass_turn();
+      ptx::wgmma_wait<0>(products[0]);
+      consumer.release_v();
+      kv_state.advance();
+      since = kPromoteBlocks - 1;
+      promote();
       }
     }
     const bool is_split = schedule.splits > 1;
