@@ -15,7 +15,7 @@
 namespace flash::sm90 {
 
 // Of a block of quantised keys: what it is multiplied by; of its values: the logarithm of their
-// scale, and what sums of products' probabilities are multiplied by.
+// scale, and what sums of probabilities are multiplied by.
 struct BlockScales {
   float k, log2_v, unit;
 };
@@ -48,8 +48,8 @@ struct ForwardConfig {
   // One warpgroup more: the scheduler and two producers, or for each stream a warp that is all.
   static constexpr int kThreads = (kStreams * kConsumers + 1) * kWarpgroup;
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
-  static constexpr int kProducerRegisters = kQuantised && kHeadDim > 192 ? 24 : kStreams * kConsumers > 2 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : kQuantised && kHeadDim > 192 ? 240 : 232;
+  static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : 232;
   static_assert(kProducerRegisters + kStreams * kConsumers * kConsumerRegisters <=
                 65536 / kThreads / 8 * 8 * (kStreams * kConsumers + 1));
 

@@ -109,36 +109,29 @@ struct Consumer {
   __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
   __device__ void release_v() { shared.v_pipeline.release(kv_state, lane); }
 
-  // S = Q K^T of the keys from row `row` of a block on. (The compiler shall know that a stage is the
-  // same in all lanes.)
-  template <int kColTiles>
-  __device__ void begin_scores(typename Config::Score (&scores)[1][kColTiles][4], KvState k,
-                               int row = 0) {
-    using Sum = std::conditional_t<Config::kQuantised, uint32_t, uint64_t>;
-    const KMajor<T, Config::kBlockM, Sum> q(shared.q[warp_uniform(q_state.stage())],
+  // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
+  __device__ void begin_scores(typename Config::Score (&scores)[1][Config::kBlockN / 8][4],
+                               KvState k) {
+    const KMajor<T, Config::kBlockM, uint64_t> q(shared.q[warp_uniform(q_state.stage())],
                                                  warpgroup * kWarpgroupRows);
     start_multiply<T, Config::kHeadDim>(
-        scores[0], q, KMajor<T, Config::kBlockN, Sum>(shared.k[warp_uniform(k.stage())], row));
+        scores[0], q, KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())]));
   }
   // O += P V
   __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
                                const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
-    auto& v = shared.v[warp_uniform(kv_state.stage())][0];
-    start_multiply_accumulate<T>(out[0], p, MnMajor<T, Config::kBlockN, uint64_t>(v));
-  }
-  // The same of quantised values, those of the keys from row `kRow` of a block on; O = P V unless
-  // accumulate.
-  template <int kRow, int kSteps>
-  __device__ void begin_quantised_output(float (&out)[1][Config::kHeadDimV / 8][4],
-                                         const uint32_t (&p)[kSteps][4], bool accumulate) {
-    using V = typename Config::V;
-    using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
     auto& v = shared.v[warp_uniform(kv_state.stage())];
-    constexpr int kFirst = kRow / kWgmmaDepth<V>;
-    if constexpr (Config::kTerms == 1) {
-      start_multiply_terms<V, kFirst>(out[0], p, {Values(v[0])}, accumulate);
+    using V = typename Config::V;
+    if constexpr (Config::kQuantised) {
+      using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
+      if constexpr (Config::kTerms == 1) {
+        start_multiply_accumulate<V>(out[0], p, Values(v[0]));
+      } else {
+        const Values terms[] = {Values(v[0]), Values(v[1])};
+        start_multiply_accumulate<V>(out[0], p, terms);
+      }
     } else {
-      start_multiply_terms<V, kFirst>(out[0], p, {Values(v[0]), Values(v[1])}, accumulate);
+      start_multiply_accumulate<V>(out[0], p, MnMajor<V, Config::kBlockN, uint64_t>(v[0]));
     }
   }
 
