@@ -38,6 +38,11 @@ struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
+  // Sums over many products of 8 bits (long_sum.cuh) are in registers or in shared memory, beside
+  // which two terms of wide values have one stage less.
+  static constexpr bool kSumsInRegisters = kQuantised && kHeadDimV_ <= 128;
+  static constexpr bool kSumsInSharedMemory = kQuantised && !kSumsInRegisters;
+  static constexpr int kValueStages = kStages - (kSumsInSharedMemory && kTerms == 2);
   static constexpr int kQStages = kTile.q_stages;
 
   static constexpr int kStreams = kTile.streams;
@@ -63,15 +68,17 @@ struct ForwardConfig {
   struct Storage {  // of a stream
     alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
     alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
-    alignas(1024) V v[kStages][kTerms][kValueTile];
+    alignas(1024) V v[kValueStages][kTerms][kValueTile];
     Pipeline<kQStages> q_pipeline;
-    Pipeline<kStages> k_pipeline, v_pipeline;
+    Pipeline<kStages> k_pipeline;
+    Pipeline<kValueStages> v_pipeline;
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
     TilePipeline tiles;
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
   };
   struct QuantisedStorage : Storage {
     BlockScales scales[kStages];  // filled with K
+    float4 sums[kSumsInSharedMemory ? kConsumerWarps * kHeadDimV / 8 * 32 : 1];
   };
   using SharedStorage = std::conditional_t<kQuantised, QuantisedStorage, Storage>;
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);

@@ -98,7 +98,8 @@ struct Producer {
   const ForwardSchedule& schedule;
   typename Config::SharedStorage& shared;
   const int lane;
-  PipelineState<Config::kStages> k_state, v_state;
+  PipelineState<Config::kStages> k_state;
+  PipelineState<Config::kValueStages> v_state;
   PipelineState<Config::kQStages> q_state;
   PipelineState<1> tail_state;
 

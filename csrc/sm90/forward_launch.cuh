@@ -142,6 +142,7 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspac
                                   std::to_string(warps / Config::kConsumerWarps) +
                                   " tiles; accepted: 1");
     }
+    wanted.add("partial_out", params.partial_out, warps * splits * 16 * Config::kHeadDimV);
     wanted.add("partial_rows", params.partial_rows, warps * splits * 32 * 4);
   }
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
@@ -150,9 +151,6 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspac
           ? schedule.tickets()
           : (params.total_q / schedule.rows + int64_t{1} * params.batch) * schedule.heads * splits;
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
-  int64_t stored = long_sums_begin<Config>(schedule);
-  if (Config::kQuantised && params.seqlen_k > kSummedKeys) stored += grid * kLongSumFloats<Config>;
-  if (stored > 0) wanted.add("partial_out", params.partial_out, stored);
   const MapsOf<Config> prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
   return [=](const typename Config::Params& bound, cudaStream_t stream) {

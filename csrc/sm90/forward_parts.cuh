@@ -97,17 +97,19 @@ struct Consumer {
   PipelineState<Config::kQStages> q_state;
   TilePipeline::State tile_state;
 
+  __device__ PipelineState<Config::kValueStages> v_state() const { return {kv_state.count}; }
+
   __device__ Tile receive_tile() { return shared.tiles.receive(tile_state, lane); }
 
   __device__ void wait_for_q() { shared.q_pipeline.wait_full(q_state); }
   __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
-  __device__ void wait_for_v() { shared.v_pipeline.wait_full(kv_state); }
+  __device__ void wait_for_v() { shared.v_pipeline.wait_full(v_state()); }
   __device__ BlockScales scales_of(KvState k) const {
     return shared.scales[warp_uniform(k.stage())];
   }
   __device__ void release_q() { shared.q_pipeline.release(q_state, lane); }
   __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
-  __device__ void release_v() { shared.v_pipeline.release(kv_state, lane); }
+  __device__ void release_v() { shared.v_pipeline.release(v_state(), lane); }
 
   // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
   __device__ void begin_scores(typename Config::Score (&scores)[1][Config::kBlockN / 8][4],
@@ -120,18 +122,20 @@ struct Consumer {
   // O += P V
   __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
                                const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
-    auto& v = shared.v[warp_uniform(kv_state.stage())];
+    auto& v = shared.v[warp_uniform(v_state().stage())][0];
+    start_multiply_accumulate<T>(out[0], p, MnMajor<T, Config::kBlockN, uint64_t>(v));
+  }
+  // The same of quantised values; without kAccumulate O = P V.
+  template <bool kAccumulate>
+  __device__ void begin_quantised_output(float (&out)[1][Config::kHeadDimV / 8][4],
+                                         const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
     using V = typename Config::V;
-    if constexpr (Config::kQuantised) {
-      using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
-      if constexpr (Config::kTerms == 1) {
-        start_multiply_accumulate<V>(out[0], p, Values(v[0]));
-      } else {
-        const Values terms[] = {Values(v[0]), Values(v[1])};
-        start_multiply_accumulate<V>(out[0], p, terms);
-      }
+    using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
+    auto& v = shared.v[warp_uniform(v_state().stage())];
+    if constexpr (Config::kTerms == 1) {
+      start_multiply_terms<V, kAccumulate>(out[0], p, {Values(v[0])});
     } else {
-      start_multiply_accumulate<V>(out[0], p, MnMajor<V, Config::kBlockN, uint64_t>(v[0]));
+      start_multiply_terms<V, kAccumulate>(out[0], p, {Values(v[0]), Values(v[1])});
     }
   }
 

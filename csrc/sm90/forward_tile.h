@@ -54,16 +54,23 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
 // The tile shapes of operands in 8 bits. A block of keys has one scale and is a row of the transposed
 // values in shared memory.
 constexpr ForwardTile quantised_tile(int headdim, FeatureSet, int choice) {
-  if (headdim == 64) {
-    if (choice == 0) return {192, 128, 4, 2};
-    if (choice == 1) return {128, 64, 4, 2, 2};
-    if (choice == 2) return {192, 64, 4, 2};
-  } else if (headdim <= 128) {
-    if (choice == 0) return {192, 64, 4, 2};
-    if (choice == 1) return {128, 128, 3, 2};
-  } else {
-    if (choice == 0) return {128, 64, 3, 1};
-    if (choice == 1 && headdim == 192) return {128, 128, 2, 1};
+  switch (headdim) {
+    case 64:
+      if (choice == 0) return {192, 128, 4, 2};
+      if (choice == 1) return {128, 128, 4, 2};
+      if (choice == 2) return {192, 64, 4, 2};
+      break;
+    case 96:
+    case 128:
+      if (choice == 0) return {128, 128, 3, 2};
+      if (choice == 1) return {128, 64, 4, 2};
+      break;
+    case 192:
+      if (choice == 0) return {128, 64, 3, 1};
+      break;
+    default:
+      if (choice == 0) return {128, 64, 2, 1};
+      break;
   }
   return {};
 }

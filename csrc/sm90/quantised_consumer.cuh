@@ -28,7 +28,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
   constexpr int kBlockN = Config::kBlockN, kOutTiles = Config::kHeadDimV / 8;
   // Wide heads spend more time at matmuls: there the softmax runs beside the second product, and
   // the probabilities that this one reads stay until its end.
-  constexpr bool kOverlaps = Config::kHeadDim > 128;
+  constexpr bool kSumsInRegisters = Config::kSumsInRegisters, kOverlaps = !kSumsInRegisters;
   using Score = typename Config::Score;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
@@ -51,10 +51,12 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
 
     float out[1][kOutTiles][4] = {};
+    [[maybe_unused]] float block_out[1][kOutTiles][4];
     ptx::wait_for_earlier_kernels();
     const float no_sinks[2] = {-INFINITY, -INFINITY};
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
-    LongSum<Config> long_sum(params, schedule);
+    [[maybe_unused]] LongSum<Config> long_sum(
+        shared.sums + (Config::kSumsInSharedMemory ? first_row / 16 * kOutTiles * 32 : 0), lane);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     TileScales<kFull> scales(params, schedule, tile, range.sequence, range.m_begin, first_row);
     Exponents exponents;
@@ -101,20 +103,32 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
       softmax_block(p[0], block.key(), factors);
+      const auto begin_output = [&](auto& p) {
+        if constexpr (kSumsInRegisters) {
+          consumer.template begin_quantised_output<false>(block_out, p);
+        } else {
+          consumer.template begin_quantised_output<true>(out, p);
+        }
+      };
+      const auto end_output = [&] {
+        if constexpr (kSumsInRegisters) {
+          ptx::wgmma_wait<0>(block_out[0]);
+          for_each(out, [&](float& x, int m, int n, int j) { x += block_out[m][n][j]; });
+        } else {
+          ptx::wgmma_wait<0>(out[0]);
+          long_sum.count(out);
+        }
+        consumer.release_v();
+        kv_state.advance();
+      };
       // Each step: the scores of the next block of keys, and the output of this one.
       const auto step = [&](auto& p, auto& next_p) {
         block.advance();
         consumer.wait_for_v();
         consumer.wait_for_k(kv_state.next());
         consumer.begin_scores(scores, kv_state.next());
-        consumer.begin_output(out, p);
+        begin_output(p);
         take_scales(kv_state.next());
-        const auto end_output = [&] {
-          ptx::wgmma_wait<0>(out[0]);
-          consumer.release_v();
-          kv_state.advance();
-          long_sum.count(out, lane);
-        };
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(kv_state.next());
         if constexpr (!kOverlaps) end_output();
@@ -122,13 +136,13 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         if constexpr (kOverlaps) end_output();
         if (rise) {
           rescale_output(out, factors);
-          long_sum.rescale(factors);
+          if constexpr (!kSumsInRegisters) long_sum.rescale(factors);
         }
       };
       const auto finish = [&](auto& p) {
         consumer.wait_for_v();
-        consumer.begin_output(out, p);
-        ptx::wgmma_wait<0>(out[0]);
+        begin_output(p);
+        end_output();
       };
       if constexpr (kOverlaps) {
         for (;;) {
@@ -148,9 +162,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         finish(p[0]);
       }
       consumer.release_q();
-      consumer.release_v();
-      kv_state.advance();
-      long_sum.finish(out, lane);
+      if constexpr (!kSumsInRegisters) long_sum.finish(out);
     }
     const bool is_split = schedule.splits > 1;
     if (!is_split || merge_tile<Config>(params, schedule, tile, softmax, out, first_row, lane)) {
