@@ -38,11 +38,8 @@ struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
-  // Sums over many products of 8 bits (long_sum.cuh) are in registers or in shared memory, beside
-  // which two terms of wide values have one stage less.
-  static constexpr bool kSumsInRegisters = kQuantised && kHeadDimV_ <= 128;
-  static constexpr bool kSumsInSharedMemory = kQuantised && !kSumsInRegisters;
-  static constexpr int kValueStages = kStages - (kSumsInSharedMemory && kTerms == 2);
+  // Beside long sums there is less room for two terms of wide values.
+  static constexpr int kValueStages = kStages - (kTerms == 2 && kHeadDimV_ > 96);
   static constexpr int kQStages = kTile.q_stages;
 
   static constexpr int kStreams = kTile.streams;
@@ -78,7 +75,7 @@ struct ForwardConfig {
   };
   struct QuantisedStorage : Storage {
     BlockScales scales[kStages];  // filled with K
-    float4 sums[kSumsInSharedMemory ? kConsumerWarps * kHeadDimV / 8 * 32 : 1];
+    float4 sums[kConsumerWarps][kHeadDimV / 8 * 32];  // long_sum.cuh
   };
   using SharedStorage = std::conditional_t<kQuantised, QuantisedStorage, Storage>;
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);

@@ -125,17 +125,17 @@ struct Consumer {
     auto& v = shared.v[warp_uniform(v_state().stage())][0];
     start_multiply_accumulate<T>(out[0], p, MnMajor<T, Config::kBlockN, uint64_t>(v));
   }
-  // The same of quantised values; without kAccumulate O = P V.
-  template <bool kAccumulate>
+  // The same of quantised values; O = P V if not `accumulate`.
   __device__ void begin_quantised_output(float (&out)[1][Config::kHeadDimV / 8][4],
-                                         const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
+                                         const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4],
+                                         bool accumulate) {
     using V = typename Config::V;
     using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
     auto& v = shared.v[warp_uniform(v_state().stage())];
     if constexpr (Config::kTerms == 1) {
-      start_multiply_terms<V, kAccumulate>(out[0], p, {Values(v[0])});
+      start_multiply_terms<V>(out[0], p, {Values(v[0])}, accumulate);
     } else {
-      start_multiply_terms<V, kAccumulate>(out[0], p, {Values(v[0]), Values(v[1])});
+      start_multiply_terms<V>(out[0], p, {Values(v[0]), Values(v[1])}, accumulate);
     }
   }
 

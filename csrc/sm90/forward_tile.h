@@ -56,14 +56,13 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
 constexpr ForwardTile quantised_tile(int headdim, FeatureSet, int choice) {
   switch (headdim) {
     case 64:
-      if (choice == 0) return {192, 128, 4, 2};
-      if (choice == 1) return {128, 128, 4, 2};
-      if (choice == 2) return {192, 64, 4, 2};
+      if (choice == 0) return {192, 128, 3, 2};
+      if (choice == 1) return {128, 64, 3, 1, 2};
       break;
     case 96:
     case 128:
-      if (choice == 0) return {128, 128, 3, 2};
-      if (choice == 1) return {128, 64, 4, 2};
+      if (choice == 0) return {192, 64, 4, 2};
+      if (choice == 1) return {128, 128, 3, 2};
       break;
     case 192:
       if (choice == 0) return {128, 64, 3, 1};

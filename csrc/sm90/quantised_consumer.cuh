@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/fragment.h"
 #include "common/mask.h"
@@ -26,9 +27,6 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
                                   int warpgroup) {
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN, kOutTiles = Config::kHeadDimV / 8;
-  // Wide heads spend more time at matmuls: there the softmax runs beside the second product, and
-  // the probabilities that this one reads stay until its end.
-  constexpr bool kSumsInRegisters = Config::kSumsInRegisters, kOverlaps = !kSumsInRegisters;
   using Score = typename Config::Score;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
@@ -39,7 +37,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
   Consumer<Config> consumer{shared, warpgroup, lane};
   auto& kv_state = consumer.kv_state;
   Score scores[1][kBlockN / 8][4];
-  uint32_t p[kOverlaps ? 2 : 1][kBlockN / kWgmmaDepth<typename Config::V>][4];
+  uint32_t p[kBlockN / kWgmmaDepth<typename Config::V>][4];
   for (;;) {
     const Tile tile = consumer.receive_tile();
     if (tile.batch < 0) break;
@@ -51,24 +49,16 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
 
     float out[1][kOutTiles][4] = {};
-    [[maybe_unused]] float block_out[1][kOutTiles][4];
     ptx::wait_for_earlier_kernels();
     const float no_sinks[2] = {-INFINITY, -INFINITY};
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
-    [[maybe_unused]] LongSum<Config> long_sum(
-        shared.sums + (Config::kSumsInSharedMemory ? first_row / 16 * kOutTiles * 32 : 0), lane);
+    LongSum<Config> long_sum(shared.sums);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     TileScales<kFull> scales(params, schedule, tile, range.sequence, range.m_begin, first_row);
-    Exponents exponents;
-    const auto take_scales = [&](auto k) {
-      scales.block = consumer.scales_of(k);
-      exponents = exponents_of(scales, softmax.scale_log2, Score{});
-    };
-    // P of the block that begins with key n. Whether references rose, see quantised_softmax_step.
-    const auto softmax_block = [&](auto& p, int n, float (&factors)[2]) {
+    // The probabilities of the block that begins with key n.
+    const auto softmax_block = [&](auto first, int n) {
       const int key = n + lane % 4 * 2;
       const int row = ptx::opaque(range.position);  // or what follows would occupy registers
-      bool rise;
       as_floats(scores, [&](float (&scores)[1][kBlockN / 8][4]) {
         const auto mask_scores = [&] {
           if (n + kBlockN <= all_end && n >= all_begin) return;
@@ -81,9 +71,13 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
           transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});
         }
         mask_scores();
-        rise = quantised_softmax_step(p, softmax, scores, exponents, scales.block.unit, factors);
+        const Exponents exponents = exponents_of(scales, softmax.scale_log2, Score{});
+        quantised_softmax_step<decltype(first)::value>(
+            p, softmax, scores, exponents, scales.block.unit, [&](const float (&factors)[2]) {
+              rescale_output(out, factors);
+              long_sum.rescale(factors);
+            });
       });
-      return rise;
     };
 
     auto block = range.blocks;
@@ -95,74 +89,36 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       block.advance();
     }
     if (more) {
-      float factors[2];
       consumer.wait_for_q();
       consumer.wait_for_k(kv_state);
       consumer.begin_scores(scores, kv_state);
-      take_scales(kv_state);
+      scales.block = consumer.scales_of(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
-      softmax_block(p[0], block.key(), factors);
-      const auto begin_output = [&](auto& p) {
-        if constexpr (kSumsInRegisters) {
-          consumer.template begin_quantised_output<false>(block_out, p);
-        } else {
-          consumer.template begin_quantised_output<true>(out, p);
-        }
-      };
-      const auto end_output = [&] {
-        if constexpr (kSumsInRegisters) {
-          ptx::wgmma_wait<0>(block_out[0]);
-          for_each(out, [&](float& x, int m, int n, int j) { x += block_out[m][n][j]; });
-        } else {
-          ptx::wgmma_wait<0>(out[0]);
-          long_sum.count(out);
-        }
-        consumer.release_v();
-        kv_state.advance();
-      };
+      softmax_block(std::true_type(), block.key());
       // Each step: the scores of the next block of keys, and the output of this one.
-      const auto step = [&](auto& p, auto& next_p) {
+      while (!block.is_last()) {
         block.advance();
         consumer.wait_for_v();
         consumer.wait_for_k(kv_state.next());
         consumer.begin_scores(scores, kv_state.next());
-        begin_output(p);
-        take_scales(kv_state.next());
+        consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
+        scales.block = consumer.scales_of(kv_state.next());
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(kv_state.next());
-        if constexpr (!kOverlaps) end_output();
-        const bool rise = softmax_block(next_p, block.key(), factors);
-        if constexpr (kOverlaps) end_output();
-        if (rise) {
-          rescale_output(out, factors);
-          if constexpr (!kSumsInRegisters) long_sum.rescale(factors);
-        }
-      };
-      const auto finish = [&](auto& p) {
-        consumer.wait_for_v();
-        begin_output(p);
-        end_output();
-      };
-      if constexpr (kOverlaps) {
-        for (;;) {
-          if (block.is_last()) {
-            finish(p[0]);
-            break;
-          }
-          step(p[0], p[1]);
-          if (block.is_last()) {
-            finish(p[1]);
-            break;
-          }
-          step(p[1], p[0]);
-        }
-      } else {
-        while (!block.is_last()) step(p[0], p[0]);
-        finish(p[0]);
+        ptx::wgmma_wait<0>(out[0]);
+        consumer.release_v();
+        kv_state.advance();
+        long_sum.count(out);
+        softmax_block(std::false_type(), block.key());
       }
       consumer.release_q();
-      if constexpr (!kSumsInRegisters) long_sum.finish(out);
+      consumer.wait_for_v();
+      consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
+      ptx::wgmma_wait<0>(out[0]);
+      consumer.release_v();
+      kv_state.advance();
+      long_sum.finish(out);
     }
     const bool is_split = schedule.splits > 1;
     if (!is_split || merge_tile<Config>(params, schedule, tile, softmax, out, first_row, lane)) {

@@ -130,27 +130,28 @@ __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_l
   return exponents;
 }
 
-// The probabilities of the next scores, whose sums join the rows'. Returns whether references rose:
-// then what came before is to be multiplied by the factors. Also of a tile's first scores: all
-// outgrow a new reference, or are hidden.
+// As softmax_step of softmax.cuh.
 // scores: as floats
-template <int kColTiles>
-__device__ bool quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
+// rescale(factors): what came before is to be multiplied by the factors
+template <bool kFirst, int kColTiles, typename Rescale>
+__device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
                                        const float (&scores)[1][kColTiles][4],
-                                       const Exponents& exponents, float unit,
-                                       float (&factors)[2]) {
+                                       const Exponents& exponents, float unit, Rescale rescale) {
+  const auto exponent_of = [&](float score, int r) { return exponents.of(score, r); };
+  float factors[2];
+  if constexpr (kFirst) raise_references(softmax, {true, true}, scores, factors, exponent_of);
   ProbabilitySums sums = exponentiate_quantised(p, softmax, scores, exponents);
-  // (Where there is NaN the row is NaN, whatever its reference.)
-  const bool outgrown[2] = {sums.largest[0] > kLargestE4m3, sums.largest[1] > kLargestE4m3};
-  const bool rise = __any_sync(0xffffffff, outgrown[0] || outgrown[1]);
-  if (rise) {
-    raise_references(softmax, outgrown, scores, factors,
-                     [&](float score, int r) { return exponents.of(score, r); });
-    sums = exponentiate_quantised(p, softmax, scores, exponents);
+  if constexpr (!kFirst) {
+    // (Where there is NaN the row is NaN, whatever its reference.)
+    const bool outgrown[2] = {sums.largest[0] > kLargestE4m3, sums.largest[1] > kLargestE4m3};
+    if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
+      raise_references(softmax, outgrown, scores, factors, exponent_of);
+      rescale(factors);
+      sums = exponentiate_quantised(p, softmax, scores, exponents);
+    }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) softmax.sum[r] = fmaf(sums.all[r], unit, softmax.sum[r]);
-  return rise;
 }
 
 // finish_rows (common/softmax.h). Sinks join here: beside p' they could be the largest by far.
