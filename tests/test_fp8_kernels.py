@@ -1,7 +1,6 @@
 """The Hopper kernels of attention in FP8: what test_fp8.py asks of `tiled`, and more.
 
-They run only where their backend is forced. Shapes that Python hands to them are checked without a
-GPU.
+Shapes that Python hands to them are checked without a GPU.
 """
 
 from __future__ import annotations
@@ -155,8 +154,9 @@ def test_few_queries_are_widened(calls, monkeypatch):
     )
     flash_attn_func(q[:, :16], cache, cache, **descales)
     flash_attn_func(q, cache, cache)  # many
-    (taken, given, _), (other, _, _) = calls.seen
+    (taken, given, _), (other, _, _), *of_many = calls.seen
     assert taken == other == row
+    assert [kernel.operation for kernel, _, _ in of_many] == ["quantise", "quantised"]
     assert torch.equal(given["q"], q.bfloat16()) and given["q"].dtype == torch.bfloat16
     assert torch.equal(given["k_descale"], torch.full((2, 2), -6.0)) and "q_descale" not in given
     assert given["k"].dtype == FP8 and given["block_table"] is table
@@ -176,11 +176,14 @@ def test_widened_problem(descales):
     assert rms(out, expected) < 0.03 * expected.float().square().mean().sqrt()
 
 
-def test_unforced_calls_are_tiled(calls):
-    """No GPU has run the kernels yet."""
-    q = randn(1, 5, 1, 64)
+def test_unforced_calls(calls):
+    """They take the kernels too; what these refuse is `tiled`."""
+    q = randn(1, 50, 1, 64)
     flash_attn_fp8_func(*[q.bfloat16()] * 3)
     flash_attn_func(*[q.to(FP8)] * 3)
+    assert [kernel.operation for kernel, _, _ in calls.seen] == ["quantise", "quantised"] * 2
+    calls.seen.clear()
+    flash_attn_func(*[randn(1, 50, 1, 40).to(FP8)] * 3)
     assert not calls.seen
 
 
@@ -328,7 +331,7 @@ def test_seqused_on_kernels(on_kernels):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_long_rows_on_kernels(on_kernels, headdim, kind):
-    """Sums of many products: no worse than `tiled`, which adds in float32."""
+    """Sums of many products lose less than 0.5 % of a mean, beside `tiled`, which adds in float32."""
     q, k, v = (randn(1, n, 2, headdim, device=on_kernels) for n in (256, 32768, 32768))
     v = v + 0.5  # or errors of sums would cancel as the sums do
     exact = torch.nn.functional.scaled_dot_product_attention(
@@ -343,7 +346,7 @@ def test_long_rows_on_kernels(on_kernels, headdim, kind):
     found = rms(run().double(), exact)
     with flash_attn.use_backend("tiled"):
         specified = rms(run().double(), exact)
-    assert found < 1.25 * specified + 2e-4
+    assert found < 1.25 * specified + 0.005 * 0.5
 
 
 @pytest.mark.gpu

@@ -51,9 +51,9 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   return {};
 }
 
-// The tile shapes of operands in 8 bits. A block of keys has one scale and is a row of the transposed
-// values in shared memory.
-constexpr ForwardTile quantised_tile(int headdim, FeatureSet, int choice) {
+// The tile shapes of operands in 8 bits: quantised_launch.cuh chooses between them. A block of
+// keys, 64 or 128 of them, has one scale and is a row of the transposed values in shared memory.
+constexpr ForwardTile quantised_tile(int headdim, int choice) {
   switch (headdim) {
     case 64:
       if (choice == 0) return {192, 128, 3, 2};
@@ -74,9 +74,9 @@ constexpr ForwardTile quantised_tile(int headdim, FeatureSet, int choice) {
   return {};
 }
 
-constexpr int count_quantised_tiles(int headdim, FeatureSet features) {
+constexpr int count_quantised_tiles(int headdim) {
   int count = 0;
-  while (quantised_tile(headdim, features, count).block_m > 0) ++count;
+  while (quantised_tile(headdim, count).block_m > 0) ++count;
   return count;
 }
 

@@ -31,7 +31,7 @@ class LongSum {
     float4* const sum = place();
 #pragma unroll
     for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-      const float(&x)[4] = out[0][n];
+      const float (&x)[4] = out[0][n];
       sum[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
     }
   }
@@ -69,7 +69,7 @@ class LongSum {
 #pragma unroll
     for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
       const float4 y = sum[n * 32];
-      float(&x)[4] = out[0][n];
+      float (&x)[4] = out[0][n];
       x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
     }
   }

@@ -67,26 +67,15 @@ __device__ inline uint32_t pack_four(const float* x, int8_t) {
                      0x5410);
 }
 
-// 16 or 8 bytes, eight numbers.
+// Eight numbers of 16 bits.
 template <typename T>
 __device__ void read_eight(float (&x)[8], const T* from) {
-  if constexpr (sizeof(T) == 2) {
-    const uint4 read = *reinterpret_cast<const uint4*>(from);
-    const uint32_t words[4] = {read.x, read.y, read.z, read.w};
+  const uint4 read = *reinterpret_cast<const uint4*>(from);
+  const uint32_t words[4] = {read.x, read.y, read.z, read.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack<T>(words[i]);
-      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-    }
-  } else {
-    const uint2 read = *reinterpret_cast<const uint2*>(from);
-    const uint32_t words[2] = {read.x, read.y};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      __nv_fp8_e4m3 number;
-      number.__x = words[i / 4] >> i % 4 * 8 & 0xff;
-      x[i] = static_cast<float>(number);
-    }
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack<T>(words[i]);
+    x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
   }
 }
 
@@ -154,45 +143,158 @@ __device__ void rotate_and_round(const Operand& from, const Operand& to, const S
   }
 }
 
-// The transpose of 128 rows of values, a row of it in kPitch bytes: lanes that write, of 8 rows and
-// 4 parts, meet different banks.
+// The transpose of 128 rows of values, four keys in a word. A thread writes words of eight columns:
+// those of different threads of a warp are in different banks.
 template <int kDim>
 struct TransposedValues {
-  static constexpr int kPitch = kScaledKeys + 4;
-  alignas(16) uint8_t bytes[kDim * kPitch];
+  static constexpr int kOctets = kDim / 8, kWords = kScaledKeys / 4;
+  static constexpr int kSpread = kOctets > 16 ? 1 : kOctets > 8 ? 2 : 4;
+  uint32_t words[kDim][kWords];
+
+  __device__ uint32_t& word(int col, int i) { return words[col][i ^ (col / 8 * kSpread)]; }
+
+  // What a thread has: up to kItems times four keys, whose places are a word, by eight columns.
+  static constexpr int kItems = (kWords * kOctets + kQuantiseThreads - 1) / kQuantiseThreads;
+  // Calls function(item, word, first column).
+  template <typename Function>
+  __device__ static void for_each_item(Function function) {
+#pragma unroll
+    for (int item = 0; item < kItems; ++item) {
+      const int i = threadIdx.x + item * kQuantiseThreads;
+      if (i < kWords * kOctets) function(item, i / kOctets, i % kOctets * 8);
+    }
+  }
+  // The row of key `key` (0..3) of a word: the inverse of place_of_key.
+  __device__ static int row_of(int word, int key) {
+    return word / 4 * 16 + word % 4 * 2 + key % 2 + key / 2 * 8;
+  }
+
+  // Writes all to device memory. By the thread block.
+  __device__ void store(const Operand& to, const QuantisedRows& rows, int cols) {
+    __syncthreads();
+    auto* const target = static_cast<uint8_t*>(to.data) + rows.batch * to.batch_stride +
+                         rows.head * to.head_stride + int64_t{1} * rows.block * kScaledKeys;
+    const int lane = threadIdx.x % 32;
+    for (int col = threadIdx.x / 32; col < cols; col += kQuantiseThreads / 32) {
+      reinterpret_cast<uint32_t*>(target + col * to.row_stride)[lane] = word(col, lane);
+    }
+    __syncthreads();
+  }
 };
+
+// Values of 16 bits.
+template <int kDim>
+using ValueItems = float[TransposedValues<kDim>::kItems][4][8];
+
+template <int kItems, typename Function>
+__device__ void for_each_value(float (&x)[kItems][4][8], Function function) {
+#pragma unroll
+  for (auto& item : x) {
+#pragma unroll
+    for (auto& key : item) {
+#pragma unroll
+      for (float& element : key) function(element);
+    }
+  }
+}
+
+// Eight columns of the four keys of each word; zeros where there are none.
+// read(item, key, source): source is null if there are none
+template <typename T, int kDim, typename Read>
+__device__ void read_values(const Operand& from, const QuantisedRows& rows, int cols, Read read) {
+  const T* const source = static_cast<const T*>(from.data) + rows.batch * from.batch_stride +
+                          int64_t{1} * rows.first * from.row_stride + rows.head * from.head_stride;
+  TransposedValues<kDim>::for_each_item([&](int item, int word, int col) {
+#pragma unroll
+    for (int key = 0; key < 4; ++key) {
+      const int row = TransposedValues<kDim>::row_of(word, key);
+      const bool exists = row < rows.count && col < cols;
+      read(item, key, exists ? source + row * from.row_stride + col : nullptr);
+    }
+  });
+}
 
 // Rounds x, which becomes what is lost, and writes it transposed. By the thread block.
 template <int kDim>
-__device__ void write_term(float (&x)[kDim / 32][8], const Operand& to, const QuantisedRows& rows,
+__device__ void write_term(ValueItems<kDim>& x, const Operand& to, const QuantisedRows& rows,
                            int cols, TransposedValues<kDim>& shared) {
-  constexpr int kPitch = TransposedValues<kDim>::kPitch;
-  const int row = threadIdx.x / 4, t = threadIdx.x % 4, place = place_of_key(row);
+  shared.for_each_item([&](int item, int word, int col) {
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) {
+    for (int c = 0; c < 8; ++c) {
+      float (&keys)[4][8] = x[item];
+      const uint32_t rounded = ptx::pack_e4m3(keys[0][c], keys[1][c], keys[2][c], keys[3][c]);
+      shared.word(col + c, word) = rounded;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const __nv_fp8_e4m3 rounded(x[i][e]);
-      x[i][e] -= static_cast<float>(rounded);
-      shared.bytes[(32 * i + 8 * t + e) * kPitch + place] = rounded.__x;
+      for (int key = 0; key < 4; ++key) {
+        __nv_fp8_e4m3 number;
+        number.__x = rounded >> key * 8 & 0xff;
+        keys[key][c] -= static_cast<float>(number);
+      }
     }
-  }
-  __syncthreads();
-  auto* const target = static_cast<uint8_t*>(to.data) + rows.batch * to.batch_stride +
-                       rows.head * to.head_stride + int64_t{1} * rows.block * kScaledKeys;
-  const int lane = threadIdx.x % 32;
-  for (int col = threadIdx.x / 32; col < cols; col += kQuantiseThreads / 32) {
-    const auto* const words = reinterpret_cast<const uint32_t*>(shared.bytes + col * kPitch);
-    reinterpret_cast<uint32_t*>(target + col * to.row_stride)[lane] = words[lane];
-  }
-  __syncthreads();
+  });
+  shared.store(to, rows, cols);
 }
+
+// Values of 8 bits, transposed.
+template <int kDim>
+__device__ void transpose_values(const QuantiseParams& params, const QuantisedRows& rows,
+                                 TransposedValues<kDim>& shared) {
+  uint2 x[TransposedValues<kDim>::kItems][4];
+  read_values<uint8_t, kDim>(params.v, rows, params.headdim_v,
+                             [&](int item, int key, const uint8_t* source) {
+                               x[item][key] = make_uint2(0, 0);
+                               if (source != nullptr) {
+                                 x[item][key] = *reinterpret_cast<const uint2*>(source);
+                               }
+                             });
+  shared.for_each_item([&](int item, int word, int col) {
+    const uint2(&keys)[4] = x[item];
+    const auto write = [&](int first, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+      const uint32_t low_ab = __byte_perm(a, b, 0x5140), low_cd = __byte_perm(c, d, 0x5140);
+      const uint32_t high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
+      shared.word(first, word) = __byte_perm(low_ab, low_cd, 0x5410);
+      shared.word(first + 1, word) = __byte_perm(low_ab, low_cd, 0x7632);
+      shared.word(first + 2, word) = __byte_perm(high_ab, high_cd, 0x5410);
+      shared.word(first + 3, word) = __byte_perm(high_ab, high_cd, 0x7632);
+    };
+    write(col, keys[0].x, keys[1].x, keys[2].x, keys[3].x);
+    write(col + 4, keys[0].y, keys[1].y, keys[2].y, keys[3].y);
+  });
+  shared.store(params.v_out, rows, params.headdim_v);
+}
+
+// Values of 16 bits: rounded and transposed, once or twice.
+template <typename T, int kDim>
+__device__ void quantise_values(const QuantiseParams& params, const QuantisedRows& rows,
+                                TransposedValues<kDim>& shared,
+                                float (&maxima)[kQuantiseThreads / 32]) {
+  ValueItems<kDim> x = {};
+  read_values<T, kDim>(params.v, rows, params.headdim_v, [&](int item, int key, const T* source) {
+    if (source != nullptr) read_eight(x[item][key], source);
+  });
+  float largest = 0.f;
+  for_each_value(x, [&](float& element) { largest = ptx::max_nan(largest, fabsf(element)); });
+  const float scale = power_of_two_step(largest_of_block(largest, maxima));
+  if (threadIdx.x == 0) scale_of(params.v_scale, rows, rows.block) = scale;
+  const float factor = __fdiv_rn(1.f, scale);
+  for_each_value(x, [&](float& element) { element *= factor; });
+  write_term(x, params.v_out, rows, params.headdim_v, shared);
+  if (params.v_low.data != nullptr) {
+    write_term(x, params.v_low, rows, params.headdim_v, shared);
+  }
+}
+
+// Thread blocks of an SM, as many as registers allow.
+template <typename T, int kDim>
+constexpr int kQuantiseBlocks = sizeof(T) == 1              ? 4
+                                : kDim == 64 || kDim == 128 ? 2
+                                                            : 1;
 
 // T: of q, k and v. Quantised: of q and k afterwards. kDim: of their heads afterwards, and the most
 // of those of v.
 // Grid: blocks of 128 rows of v, then of k, then of q; what takes longest comes first.
 template <typename T, typename Quantised, int kDim>
-__global__ void __launch_bounds__(kQuantiseThreads)
+__global__ void __launch_bounds__(kQuantiseThreads, kQuantiseBlocks<T, kDim>)
     quantise_kernel(const __grid_constant__ QuantiseParams params) {
   __shared__ TransposedValues<kDim> transposed;
   __shared__ float largest[kQuantiseThreads / 32];
@@ -211,21 +313,10 @@ __global__ void __launch_bounds__(kQuantiseThreads)
   };
   if (index < of_keys) {
     const QuantisedRows rows = rows_of_keys(index);
-    float x[kDim / 32][8];
-    read_row<T>(x, params.v, rows, params.headdim_v);
-    if constexpr (sizeof(T) == 2) {
-      const float scale = power_of_two_step(largest_of_block(largest_in(x), largest));
-      if (threadIdx.x == 0) scale_of(params.v_scale, rows, rows.block) = scale;
-      const float factor = __fdiv_rn(1.f, scale);
-#pragma unroll
-      for (auto& part : x) {
-#pragma unroll
-        for (float& element : part) element *= factor;
-      }
-    }
-    write_term<kDim>(x, params.v_out, rows, params.headdim_v, transposed);
-    if (params.v_low.data != nullptr) {
-      write_term<kDim>(x, params.v_low, rows, params.headdim_v, transposed);
+    if constexpr (sizeof(T) == 1) {
+      transpose_values(params, rows, transposed);
+    } else {
+      quantise_values<T>(params, rows, transposed, largest);
     }
   } else if constexpr (sizeof(T) == 2) {
     if (index < 2 * of_keys) {

@@ -17,7 +17,7 @@ struct QuantisedRow {
   static_assert(std::is_same_v<T, KV>);
   using Params = QuantisedParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) & ~kDropout;
-  static constexpr int kTiles = count_quantised_tiles(kHeadDim, kFeatures);
+  static constexpr int kTiles = count_quantised_tiles(kHeadDim);
   static constexpr bool kTwoTerms = std::is_same_v<T, int8_t>;
 
   template <int kTerms, int kChoice>
@@ -29,12 +29,21 @@ struct QuantisedRow {
     params.num_splits = std::max(params.num_splits, 1);
     params.score_scale = params.softmax_scale;
     params.softmax_scale = 1.f;
+    if (params.tile < 0) params.tile = best_tile(params);
     if (params.v_low.data == nullptr) return prepare_choice<1>(params, wanted);
     if constexpr (kTwoTerms) return prepare_choice<2>(params, wanted);
     throw std::invalid_argument("v_low: accepted with q and k of int8 alone");
   }
 
  private:
+  // Measured at head dims 64 and 128.
+  static int best_tile(const Params& params) {
+    const bool masked =
+        params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
+    if constexpr (kHeadDim == 64) return masked || params.seqlen_k <= 2048;
+    return masked ? 0 : kTiles - 1;
+  }
+
   template <int kTerms, int kChoice = 0>
   static Launcher prepare_choice(Params& params, Workspaces& wanted) {
     if constexpr (kChoice + 1 < kTiles) {

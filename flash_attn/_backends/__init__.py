@@ -47,8 +47,6 @@ def choose(problem: Attention, operation: str = "forward") -> str:
     """Return the backend that runs ``problem``; forward and backward may run on different ones."""
     if (forced := cuda.forced_backend()) is not None:
         return _forced_backend(problem, forced, operation)
-    if problem.is_fp8 and operation == "forward" and not cuda.widens(problem):
-        return "tiled"  # its kernels have to be forced
     for backend in _built_backends(problem.q.device, operation):
         if cuda.unsupported(problem, backend, operation) is None:
             return backend
