@@ -62,7 +62,7 @@ RELATIVE, ABSOLUTE = 2.0**-4, 2.0**-10 / 2**6
 # Root mean square of the rounding relative to a P spread evenly over [1, 2): it is at most
 # 2^-4 / sqrt(3) at 1 and half of that at 2.
 RELATIVE_RMS = 0.028
-MANY = 2000  # elements, of which a root mean square says something
+MANY = 500  # elements, of which a root mean square says something
 
 
 def without_dropout(options: str, batch: int, nheads: int, device: str) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def assert_rounded(out: Tensor, lse: Tensor, problem: Attention, inside: bool = 
     gap = (lse - expected_lse)[finite].abs() / (1 + expected_lse[finite].abs())
     if len(gap):
         most, rms = (0.03, 3e-4) if inside else (2e-3, 3e-4) if lse_is_short else (1e-5, 1e-5)
-        assert gap.max() <= most and gap.square().mean().sqrt() <= rms, f"lse: {gap.max()}"
+        assert gap.max() <= most, f"lse: {gap.max()}"
+        assert inside and len(gap) < MANY or gap.square().mean().sqrt() <= rms
     errors, bounds, variances = [out.new_zeros(0)], [out.new_zeros(0)], [out.new_zeros(0)]
     for b, rows, keys in exact.sequences():
         if len(rows[0]) == 0 or len(keys[0]) == 0:
@@ -310,9 +311,9 @@ def test_forced_kernels_refuse_on_a_gpu(backend):
     given = dict.fromkeys("qkv", randn(2, 40, 2, 32, device="cuda").to(FP8))
     halves = [x.bfloat16() for x in given.values()]
     with flash_attn.use_backend(backend):
-        with pytest.raises(NotImplementedError, match="tiled"):
+        with pytest.raises(NotImplementedError, match="use_backend"):
             flash_attn_func(**given)
-        with pytest.raises(NotImplementedError, match="tiled"):
+        with pytest.raises(NotImplementedError, match="use_backend"):
             flash_attn_fp8_func(*halves)
 
 

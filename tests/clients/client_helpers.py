@@ -29,11 +29,15 @@ def assert_as_good_as_eager(flash: Tensor, eager: Tensor, exact: Tensor, name: s
 
 
 def assert_gradients(flash: Any, eager: Any, exact: Any) -> None:
-    """Every parameter's gradient, of three copies of one module."""
+    """Every parameter's gradient, of three copies of one module.
+
+    A bias of the keys shifts all scores of a row alike: its gradient is 0, and what is found is
+    rounding alone.
+    """
     of_eager, of_exact = (dict(x.named_parameters()) for x in (eager, exact))
     for name, parameter in flash.named_parameters():
         assert (parameter.grad is None) == (of_exact[name].grad is None), name
-        if parameter.grad is not None:
+        if parameter.grad is not None and not name.endswith("k_proj.bias"):
             grads = (x[name].grad for x in (of_eager, of_exact))
             assert_as_good_as_eager(parameter.grad, *grads, name=name)
 
