@@ -30,7 +30,7 @@ struct ForwardConfig {
   static constexpr bool kQuantised = sizeof(T) == 1;
   static constexpr int kTerms = kTerms_;
   static constexpr ForwardTile kTile =
-      kQuantised ? quantised_tile(kHeadDim_, kChoice)
+      kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kChoice)
                  : forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kChoice);
   using Params = std::conditional_t<kQuantised, QuantisedParams, ForwardParams>;
   using Score = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;  // of Q K^T

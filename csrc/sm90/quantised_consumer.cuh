@@ -99,9 +99,9 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       // Each step: the scores of the next block of keys, and the output of this one.
       while (!block.is_last()) {
         block.advance();
-        consumer.wait_for_v();
         consumer.wait_for_k(kv_state.next());
         consumer.begin_scores(scores, kv_state.next());
+        consumer.wait_for_v();
         consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
         scales.block = consumer.scales_of(kv_state.next());
         ptx::wgmma_wait<1>(scores[0]);

@@ -17,7 +17,7 @@ struct QuantisedRow {
   static_assert(std::is_same_v<T, KV>);
   using Params = QuantisedParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) & ~kDropout;
-  static constexpr int kTiles = count_quantised_tiles(kHeadDim);
+  static constexpr int kTiles = count_quantised_tiles(kHeadDim, kFeatures);
   static constexpr bool kTwoTerms = std::is_same_v<T, int8_t>;
 
   template <int kTerms, int kChoice>
@@ -36,12 +36,13 @@ struct QuantisedRow {
   }
 
  private:
-  // Measured at head dims 64 and 128.
+  // As measured at head dims 64 and 128.
   static int best_tile(const Params& params) {
     const bool masked =
         params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
-    if constexpr (kHeadDim == 64) return masked || params.seqlen_k <= 2048;
-    return masked ? 0 : kTiles - 1;
+    if (kTiles == 1) return 0;
+    if (kHeadDim == 64) return masked || params.seqlen_k <= 2048 ? 2 : 1;
+    return masked ? 1 : 0;
   }
 
   template <int kTerms, int kChoice = 0>
