@@ -46,7 +46,7 @@ from benchmarks.providers import (
     load_library,
 )
 from benchmarks.report import Row, figure
-from flash_attn import _arguments, fp8
+from flash_attn import _arguments, _backends, fp8
 from flash_attn._arguments import FP8_LEVELS
 from flash_attn._backends import cuda, quantisation
 
@@ -203,7 +203,8 @@ def accuracy(a: argparse.Namespace, device: str) -> None:
 def prepass(case: Case, x: Inputs, level: str, backend: str | None) -> Forward:
     options = _arguments.options(0.0, None, case.causal, -1, -1, 0.0, False)
     problem = _arguments.dense(x.q, x.k, x.v, options, fp8_level=1 + FP8_LEVELS.index(level))
-    if backend is None:
+    backend = backend or _backends.choose(problem)
+    if backend == "tiled":
         return lambda: quantisation.quantised(problem).q
     return lambda: cuda.quantised(problem, backend)["q_out"]
 

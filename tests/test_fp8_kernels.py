@@ -331,7 +331,7 @@ def test_seqused_on_kernels(on_kernels):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_long_rows_on_kernels(on_kernels, headdim, kind):
-    """Sums of many products lose less than 0.5 % of a mean, beside `tiled`, which adds in float32."""
+    """Sums of many products lose at most 0.5 % of a mean. (`tiled` adds in float32.)"""
     q, k, v = (randn(1, n, 2, headdim, device=on_kernels) for n in (256, 32768, 32768))
     v = v + 0.5  # or errors of sums would cancel as the sums do
     exact = torch.nn.functional.scaled_dot_product_attention(

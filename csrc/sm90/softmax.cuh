@@ -65,6 +65,16 @@ __device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown
   }
 }
 
+// The same, and rescales the output.
+template <int kColTiles, int kOutTiles, typename ExponentOf>
+__device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown)[2],
+                                 const float (&scores)[1][kColTiles][4],
+                                 float (&out)[1][kOutTiles][4], ExponentOf exponent_of) {
+  float factors[2];
+  raise_references(softmax, outgrown, scores, factors, exponent_of);
+  rescale_output(out, factors);
+}
+
 // The probabilities of the next block of scores, whose sums join the rows'. kFirst: it is the
 // first, and `out` is zero.
 template <typename T, bool kFirst, int kColTiles, int kOutTiles, typename KeptOf>
@@ -72,16 +82,15 @@ __device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& s
                              const float (&scores)[1][kColTiles][4], float (&out)[1][kOutTiles][4],
                              int lane, KeptOf kept_of_block) {
   const auto exponent_of = [&](float score, int) { return score * softmax.scale_log2; };
-  float factors[2];
   if constexpr (kFirst) {
-    raise_references(softmax, {true, true}, scores, factors, exponent_of);
+    float nothing[1][1][4] = {};
+    raise_references(softmax, {true, true}, scores, nothing, exponent_of);
   }
   float2 sums = exponentiate_scores<T>(p, softmax, scores, lane, kept_of_block);
   if constexpr (!kFirst) {
     const bool outgrown[2] = {!(sums.x <= kLargestSum), !(sums.y <= kLargestSum)};  // NaN too
     if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
-      raise_references(softmax, outgrown, scores, factors, exponent_of);
-      rescale_output(out, factors);
+      raise_references(softmax, outgrown, scores, out, exponent_of);
       // (The shuffle, of its own lane, hides that the dropout mask has been computed before: it had
       // better be computed once more than be remembered.)
       sums = exponentiate_scores<T>(p, softmax, scores, __shfl_sync(0xffffffff, lane, lane),
