@@ -41,6 +41,8 @@ struct ForwardConfig {
   // Beside long sums there is less room for two terms of wide values.
   static constexpr int kValueStages = kStages - (kTerms == 2 && kHeadDimV_ > 96);
   static constexpr int kQStages = kTile.q_stages;
+  // Whether a tile's keys can be divided: beside long sums of wide values, merging would spill.
+  static constexpr bool kDivides = !kQuantised || kHeadDimV_ <= 192;
 
   static constexpr int kStreams = kTile.streams;
 
