@@ -47,6 +47,7 @@ CPP_DTYPES = {
     "bf16": ("__nv_bfloat16", "kBFloat16"),
     "e4m3": ("__nv_fp8_e4m3", "kFloat8E4M3"),
     "int8": ("int8_t", "kInt8"),
+    "fp32": ("float", "kFloat32"),
 }
 CPP_FEATURES = {"plain": "kPlain", "full": "kFull"}
 
@@ -77,9 +78,9 @@ class Kernel:
     @property
     def cost(self) -> tuple[int, int, bool]:
         """Orders kernels by how long they take to compile."""
-        operations = ("append", "rotary", "quantise", "decode", "forward", "quantised", "backward")
+        operations = "merge append rotary quantise decode forward quantised backward"
         return (
-            operations.index(self.operation),
+            operations.split().index(self.operation),
             self.headdim + self.headdim_v,
             self.features == "full",
         )
@@ -118,6 +119,11 @@ KERNELS = (
             ("sm80", "sm90"), ("rotary", "append"), ("fp16", "bf16")
         )
         for kv_dtype in kv_dtypes(operation, dtype)
+    ),
+    *(  # of 16 bits into the same or into float32
+        Kernel("merge", backend, dtype, dtype, out_dtype, *HEADDIMS[-1], "full")
+        for backend, dtype in product(("sm80", "sm90"), ("fp16", "bf16"))
+        for out_dtype in (dtype, "fp32")
     ),
     *(
         Kernel("quantised", "sm90", dtype, dtype, out_dtype, headdim, headdim, features)

@@ -154,6 +154,18 @@ class Reader {
     bind(name, target.data, tensor);
   }
 
+  // (batch, heads, rows), of which the last is contiguous.
+  template <typename T>
+  void row_values(const std::string& name, RowValues<T>& target, const Shape& shape) {
+    const TensorView& tensor = get(name);
+    if (!matches(tensor, shape, DType::kFloat32) || (tensor.stride[2] != 1 && shape[2] != 1)) {
+      reject(name, tensor, shape, DType::kFloat32, "last stride 1");
+    }
+    target.batch_stride = tensor.stride[0];
+    target.head_stride = tensor.stride[1];
+    bind(name, target.data, tensor);
+  }
+
   void require_alignment(const std::string& name) {
     aligned_ = aligned_ && reinterpret_cast<uintptr_t>(get(name).data) % 16 == 0;
   }
@@ -516,6 +528,25 @@ void read(Reader& reader, RotaryParams& params) {
   params.aligned = reader.aligned();
 }
 
+void read(Reader& reader, MergeParams& params) {
+  const TensorView& out = reader.get("out");
+  if (out.ndim != 4) {
+    throw std::invalid_argument("out: got " + std::to_string(out.ndim) +
+                                " dimensions; accepted: 4");
+  }
+  params.batch = to_int("batch", out.size[0]);
+  params.seqlen = to_int("rows of out", out.size[1]);
+  params.nheads = to_int("nheads", out.size[2]);
+  params.headdim = to_int("headdim", out.size[3]);
+  const Shape shape = rows_of(out, params.headdim);
+  const Shape rows{params.batch, params.nheads, params.seqlen};
+  reader.operand("out", params.out, shape, reader.kernel().out_dtype);
+  reader.operand("part", params.part, shape, reader.kernel().dtype);
+  reader.row_values("lse", params.lse, rows);
+  reader.row_values("part_lse", params.part_lse, rows);
+  params.aligned = reader.aligned();
+}
+
 void read(Reader& reader, AppendParams& params) {
   const DType dtype = reader.kernel().dtype;
   const TensorView &q = reader.get("q"), &k = reader.get("k"), &v = reader.get("v");
@@ -605,6 +636,8 @@ Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
     prepare<AppendParams>(tensors, numbers, "q");
   } else if (kernel.operation == RotaryParams::kOperation) {
     prepare<RotaryParams>(tensors, numbers, "x");
+  } else if (kernel.operation == MergeParams::kOperation) {
+    prepare<MergeParams>(tensors, numbers, "out");
   } else {
     throw std::logic_error("no parameters of the operation " + std::string(kernel.operation));
   }

@@ -267,6 +267,31 @@ struct RotaryParams : CallParams {
   int offset;
 };
 
+// Entry (b, h, i) lies at data + b * batch_stride + h * head_stride + i.
+template <typename T>
+struct RowValues {
+  T* data;
+  int64_t batch_stride, head_stride;
+
+#ifdef __CUDACC__
+  __device__ T& at(int batch, int head, int row) const {
+    return data[batch * batch_stride + head * head_stride + row];
+  }
+#endif
+};
+
+// Attention to some keys and to others becomes, in place of the first, that to all.
+struct MergeParams : CallParams {
+  static constexpr std::string_view kOperation = "merge";
+
+  Operand out;   // (batch, seqlen, nheads, headdim)
+  Operand part;  // the same
+  RowValues<float> lse;
+  RowValues<const float> part_lse;
+  int batch, seqlen, nheads, headdim;
+  bool aligned;  // out and part can be moved 16 bytes at a time
+};
+
 // An append lets the attention start early for at most so many sequences: the attention's thread
 // blocks should find all SMs alike, unless all of this is short.
 constexpr int kFewSequences = 4;

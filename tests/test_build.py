@@ -147,7 +147,7 @@ def test_slow_kernels_are_compiled_first(build_support: ModuleType) -> None:
     order = re.findall(r"kernel build/generated/(\w+)\.cu", manifest)
     assert sorted(order) == sorted(names(build_support))
     assert order[0].endswith("d256_full") and "backward" in order[0]
-    assert "append" in order[-1]
+    assert "merge" in order[-1]
 
 
 def test_ptxas_reports(build_support: ModuleType, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The kernels that move tokens, rotary embedding and append to a cache, give PyTorch's bits."""
+"""Kernels that move tokens: rotary and append give PyTorch's bits, merging nearly does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_repeated_calls import launches_of
 from torch import Tensor
 
 import flash_attn
-from flash_attn import _ops, _rotary
+from flash_attn import _backends, _ops, _rotary
 from flash_attn.layers.rotary import apply_rotary_emb_qkv_
 
 DEVICE = "cuda"
@@ -326,3 +326,32 @@ def test_nan_in_the_cache_stays_there():
         x[0, 7:], x[1, 42:], x[2, 2:] = NAN, NAN, NAN
     out, *_ = step(*step.caches)
     assert out.isfinite().all()
+
+
+# ---- merge ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("in_float32", [False, True], ids=["16 bits", "float32"])
+@pytest.mark.parametrize("nheads, headdim", [(1, 8), (5, 64), (16, 128), (37, 72), (3, 33)])
+def test_merge(nheads: int, headdim: int, in_float32: bool, dtype: torch.dtype) -> None:
+    """Into some rows of a result; the others stay as they are."""
+    shape, rows = (2, 50, nheads, headdim), slice(7, 40)
+    out = randn(*shape, dtype=torch.float32 if in_float32 else dtype, device=DEVICE)
+    part = randn(2, 33, nheads, headdim, dtype=dtype, device=DEVICE)
+    lse, part_lse = (8 * randn(2, nheads, n, dtype=torch.float32, device=DEVICE) for n in (50, 33))
+    lse[0, 0, 10], part_lse[1, 0, 5] = -torch.inf, -torch.inf  # no key of the one, of the other
+    lse[1, 0, 20], part_lse[1, 0, 13] = -torch.inf, -torch.inf  # of both
+    part_lse[0, 0, 2] = NAN
+
+    def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        _backends.merge_into(out[:, rows], lse[:, :, rows], part, part_lse)
+        return out, lse
+
+    backend = flash_attn.available_backends(DEVICE)[0]
+    assert _backends.cuda.merges(out[:, rows], lse[:, :, rows], part, part_lse, backend)
+    ours, theirs = both(merged, out, lse)
+    tolerances = {"rtol": 1e-5 if in_float32 else 1e-2, "atol": 1e-5, "equal_nan": True}
+    torch.testing.assert_close(ours, theirs, **tolerances)
+    assert ours[1][0, 0, 9].isnan() and ours[1][1, 0, 20] == -torch.inf
+    assert ours[0][1, 20, 0].eq(0).all()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_attn._arguments import Attention, CacheAppend
 from flash_attn._backends import cuda, tiled
+from flash_attn._backends.merging import merge
 
 BACKENDS = ("tiled", "sm80", "sm90")
 MAX_HEADDIM = 256  # of any kernel
@@ -149,6 +150,21 @@ def rotate(
     assert backend is not None
     how = offsets, cu_seqlens, interleaved, conjugate, inplace, remember
     return cuda.rotate(x, cos, sin, *how, backend=backend)
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Make attention to some keys, in place, that to all: ``part`` is attention to the others.
+
+    ``out`` and ``part`` are (batch, rows, nheads, dim), their log-sum-exps (batch, nheads, rows).
+    """
+    backend = _of_tokens(out, "merge")
+    if backend is not None and cuda.merges(out, lse, part, part_lse, backend):
+        cuda.merge_into(out, lse, part, part_lse, backend)
+        return
+    lse = lse.mT[..., None]
+    merged = merge(out, lse, part, part_lse.mT[..., None])
+    for x, value in zip((out, lse), merged, strict=True):
+        x.copy_(value)
 
 
 def _forced_backend(problem: Attention, forced: str, operation: str) -> str:

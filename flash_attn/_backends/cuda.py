@@ -649,10 +649,37 @@ def rotate(
     return tuple(results.values())
 
 
-def _kernel_of_tokens(operation: str, backend: str, x: Tensor, cache: Tensor) -> int:
+def merges(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, backend: str) -> bool:
+    """Whether the kernel merges these."""
+    tensors = out, lse, part, part_lse
+    return (
+        _merge_kernel(out, part, backend) >= 0
+        and lse.dtype == part_lse.dtype == torch.float32
+        and out.numel() > 0
+        and all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors)
+    )
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, backend: str) -> None:
+    """As _backends.merge_into, of what ``merges`` says yes to."""
+    results = {"out": out, "lse": lse}
+    given = {"part": part, "part_lse": part_lse}
+    call = _C.prepare(_merge_kernel(out, part, backend), {**given, **results}, {})
+    Prepared(call, given, results, {}).run()
+
+
+def _merge_kernel(out: Tensor, part: Tensor, backend: str) -> int:
+    out_dtype = "fp32" if out.dtype == torch.float32 else _DTYPES.get(out.dtype)
+    return _kernel_of_tokens("merge", backend, part, part, out_dtype)
+
+
+def _kernel_of_tokens(
+    operation: str, backend: str, x: Tensor, cache: Tensor, out_dtype: str | None = None
+) -> int:
     """The row of the kernel for tokens of these dtypes, whatever their head dim; -1: none."""
-    wanted = operation, backend, _DTYPES.get(x.dtype), _DTYPES.get(cache.dtype)
-    return next((i for i, row in enumerate(_KERNELS) if row[:4] == wanted), -1)
+    dtype = _DTYPES.get(x.dtype)
+    wanted = operation, backend, dtype, _DTYPES.get(cache.dtype), out_dtype or dtype
+    return next((i for i, row in enumerate(_KERNELS) if row[:5] == wanted), -1)
 
 
 def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:

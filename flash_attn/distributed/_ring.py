@@ -32,7 +32,6 @@ from torch.autograd.function import once_differentiable
 
 from flash_attn import _arguments, _backends, _ops
 from flash_attn._arguments import Attention, Options, Place
-from flash_attn._backends.merging import merge
 from flash_attn.distributed._layout import as_slice
 from flash_attn.distributed._plan import Block, Plan, Step
 
@@ -269,10 +268,8 @@ class _Result:
             self._out, self._lse = part, part_lse
             return
         out, lse = self._sums(part_lse.dtype)
-        of_rows = out[:, as_slice(rows)], lse[:, :, as_slice(rows)].mT[..., None]
-        merged = merge(*of_rows, part, part_lse.mT[..., None])
-        for x, value in zip(of_rows, merged, strict=True):
-            x.copy_(value)
+        of_rows = out[:, as_slice(rows)], lse[:, :, as_slice(rows)]
+        _backends.merge_into(*of_rows, part, part_lse)
 
     def _sums(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         batch, tokens, nheads, _ = self._shape
