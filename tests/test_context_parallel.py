@@ -439,13 +439,16 @@ def test_documents_within_a_rank_send_nothing():
         assert [step.rows for step in plan.steps] == [100, 0, 0, 0]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_blocks_are_the_mask(seed):
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_are_the_mask(seed, direction):
     """Each visible pair of tokens is in one block, and its window lets no other pair through."""
     random = Random(seed)
     total, ring = random.randint(1, 60), random.randint(1, 5)
     layout = Layout(total, ring, order=random.choice(["zigzag", "contiguous"]))
     left, right = random.randint(-1, 20), random.randint(-1, 20)
+    if random.random() < 0.3:
+        left, right = -1, 0
     bounds = None
     if random.random() < 0.5:
         bounds = tuple(sorted(random.choices(range(total + 1), k=random.randint(1, 6))))
@@ -455,7 +458,12 @@ def test_blocks_are_the_mask(seed):
     for rank, plan in enumerate(plans(layout, mask)):
         for distance, step in enumerate(plan.steps):
             received = [tokens[rank - distance][i] for rows in step.receives for i in rows]
-            for block in step.blocks:
+            blocks = step.blocks
+            if direction == "backward" and distance == 0:
+                blocks = plan.early + plan.late
+                diagonal = sorted(i for x in blocks if x.is_diagonal for i in x.rows)
+                assert bounds is not None or diagonal == list(range(len(tokens[rank])))
+            for block in blocks:
                 queries = [tokens[rank][i] for i in block.rows]
                 keys = [received[i] for i in block.cols]
                 found += pairs(block, queries, keys)

@@ -132,6 +132,16 @@ def of_rows(chunks: Sequence[range], rows: range) -> list[range]:
     return [x for x in found if x]
 
 
+def overlap(x: range, y: range) -> range:
+    return range(max(x.start, y.start), min(x.stop, y.stop))
+
+
+def without(x: range, y: range) -> list[range]:
+    """What of ``x`` is not in ``y``."""
+    pieces = range(x.start, min(x.stop, y.start)), range(max(x.start, y.stop), x.stop)
+    return [piece for piece in pieces if piece]
+
+
 def as_slice(rows: range) -> slice:
     return slice(rows.start, rows.stop)
 

@@ -64,7 +64,11 @@ class Mask:
 
 
 class Plan:
-    """The steps of one rank of a ring; step 0 is its own keys."""
+    """The steps of one rank of a ring; step 0 is its own keys.
+
+    In the backward some blocks of its own keys are `late`: they are computed last, while gradients
+    of other ranks' keys go back, and the others are `early`.
+    """
 
     def __init__(self, layout: Layout, mask: Mask, rank: int) -> None:
         ring = layout.ring
@@ -81,6 +85,8 @@ class Plan:
                 sends = joined(block.cols for block in _blocks(target, chunks[rank], mask))
             packed = [block._replace(cols=_packed(block.cols, receives)) for block in blocks]
             self.steps.append(Step(packed, receives, sends))
+        own = self.steps[0].blocks
+        self.early, self.late = _divided(chunks[rank], own, mask) if ring > 1 else (own, [])
         self._lengths: dict[tuple[Block, torch.device], tuple[Tensor, Tensor, int, int]] = {}
 
     def lengths(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
@@ -95,6 +101,20 @@ class Plan:
             longest = max((b - a for a, b in pairwise(block.bounds)), default=0)
             self._lengths[key] = cu_seqlens, cu_seqlens, longest, longest
         return self._lengths[key]
+
+
+def _divided(
+    chunks: Sequence[range], own: list[Block], mask: Mask
+) -> tuple[list[Block], list[Block]]:
+    """A rank's blocks of its own keys: all but those of its last chunk's keys, and those."""
+    length = sum(map(len, chunks))
+    last = length - len(chunks[-1]) if len(chunks) > 1 else length // 2
+    if mask.is_simple and (mask.left, mask.right) == (-1, 0) and last > 0:
+        # One block otherwise. The window ends in the bottom right corner of the keys before.
+        before = Block(range(length), range(last), (-1, length - last), True)
+        return [before], [Block(range(last, length), range(last, length), (-1, 0))]
+    early = [block for block in own if block.cols.start < last]
+    return (early, own[len(early) :]) if early == own[: len(early)] else (own, [])
 
 
 def _packed(cols: range, pieces: Sequence[range]) -> range:

@@ -12,7 +12,7 @@ zigzag order of tokens is in _layout.py.)
 
     backward    messages   K, V of 1 | K, V of 2 | K, V of 3 |           |
                                      |           | dK, dV 1  | dK, dV 2  | dK, dV 3
-                compute    own keys  | keys of 1 | keys of 2 | keys of 3 |
+                compute    own keys  | keys of 1 | keys of 2 | keys of 3 | own keys
 
 NCCL runs the messages of a step, one group, on its own stream: they wait for what was launched
 before them, and the host for nothing.
@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from flash_attn import _arguments, _backends, _ops
 from flash_attn._arguments import Attention, Options, Place
 from flash_attn._backends.merging import merge
-from flash_attn.distributed._layout import as_slice
+from flash_attn.distributed._layout import as_slice, overlap, without
 from flash_attn.distributed._plan import Block, Plan, Step
 
 
@@ -105,9 +105,10 @@ def _backward(
     """Return dq, dk, dv and delta."""
     steps = call.plan.steps
     sum_of = partial(_Sum, dtype=lse.dtype)
-    dq = sum_of(q, q.shape[1], parts=sum(len(step.blocks) for step in steps))
-    parts = len(steps[0].blocks) + len(steps) - 1
+    own = call.plan.early + call.plan.late
+    parts = len(own) + len(steps) - 1
     dk, dv = (sum_of(x, x.shape[1], parts=parts) for x in (k, v))
+    dq = sum_of(q, q.shape[1], parts=len(own) + sum(len(step.blocks) for step in steps[1:]))
     delta = torch.zeros_like(lse)
     keys, gradients = [k, v], [dk, dv]
     for distance in range(len(steps) + 1):
@@ -115,19 +116,22 @@ def _backward(
         following = messages.exchange_keys(distance + 1, steps, k, v)
         returning = messages.exchange_gradients(distance - 1, steps, gradients)
         messages.start()
-        if distance < len(steps):
-            step = steps[distance]
-            if distance > 0:
-                gradients = [sum_of(x, step.rows, parts=len(step.blocks)) for x in keys]
-            for block in step.blocks:
-                part_dq, part_dk, part_dv, part_delta = attend_backward(
-                    call, block, dout, q, out, lse, dlse, keys
-                )
-                dq.add(block.rows, part_dq)
-                gradients[0].add(block.cols, part_dk)
-                gradients[1].add(block.cols, part_dv)
-                if block.is_diagonal:
-                    delta[:, :, as_slice(block.rows)] += part_delta
+        if distance == 0:
+            blocks = call.plan.early
+        elif distance < len(steps):
+            blocks = steps[distance].blocks
+            gradients = [sum_of(x, steps[distance].rows, parts=len(blocks)) for x in keys]
+        else:
+            blocks, keys, gradients = call.plan.late, [k, v], [dk, dv]
+        for block in blocks:
+            part_dq, part_dk, part_dv, part_delta = attend_backward(
+                call, block, dout, q, out, lse, dlse, keys
+            )
+            dq.add(block.rows, part_dq)
+            gradients[0].add(block.cols, part_dk)
+            gradients[1].add(block.cols, part_dv)
+            if block.is_diagonal:
+                delta[:, :, as_slice(block.rows)] += part_delta
         messages.wait()
         keys = following
         for total, returned in zip((dk, dv), returning, strict=False):
@@ -291,27 +295,39 @@ class _Result:
 
 
 class _Sum:
-    """The sum of what blocks add to some of a tensor's rows; more than two add up in ``dtype``."""
+    """The sum of what blocks add to some of a tensor's rows; of more than three, in ``dtype``."""
 
     def __init__(self, like: Tensor, rows: int, dtype: torch.dtype, parts: int) -> None:
-        self._like, self._rows, self._dtype = like, rows, like.dtype if parts <= 2 else dtype
+        self._like, self._dtype = like, like.dtype if parts <= 3 else dtype
+        self._shape = like.shape[0], rows, *like.shape[2:]
         self._value: Tensor | None = None
+        self._missing = [range(rows)]  # no block has added to these
 
     def add(self, rows: range, part: Tensor) -> None:
-        if self._value is None and len(rows) == self._rows:
+        is_first = any(overlap(x, rows) == rows for x in self._missing)
+        if self._value is None and len(rows) == self._shape[1]:
             self._value = part
-            return
+        elif is_first:
+            self._sums()[:, as_slice(rows)] = part
+        else:
+            self._clear(rows)
+            self._sums()[:, as_slice(rows)] += part
+        self._missing = [y for x in self._missing for y in without(x, rows)]
+
+    def _sums(self) -> Tensor:
         if self._value is None:
-            shape = self._like.shape[0], self._rows, *self._like.shape[2:]
-            self._value = self._like.new_zeros(shape, dtype=self._dtype)
+            self._value = self._like.new_empty(self._shape, dtype=self._dtype)
         self._value = self._value.to(self._dtype)
-        self._value[:, as_slice(rows)] += part
+        return self._value
+
+    def _clear(self, rows: range) -> None:
+        for x in self._missing:
+            self._sums()[:, as_slice(overlap(x, rows))] = 0
 
     def whole(self) -> Tensor:
-        if self._value is None:
-            self.add(range(0), self._like[:, :0])
-        assert self._value is not None
-        return self._value.to(self._like.dtype)
+        self._clear(range(self._shape[1]))
+        self._missing = []
+        return self._sums().to(self._like.dtype)
 
 
 # ---- messages ------------------------------------------------------------------------------------
