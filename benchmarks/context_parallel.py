@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -183,10 +183,13 @@ def of_place(
         time += max(compute, messages(distance + 1))
     for distance in range(way.ring + 1):
         compute = 0.0
-        if distance < way.ring:
-            for block in plan.steps[distance].blocks:
-                compute += block_time(block, 5, machine.backward_rate, machine.backward_bytes)
-                compute += 0.0 if alone else add * len(block.rows) * row
+        if distance == 0:
+            blocks = plan.early
+        else:
+            blocks = plan.steps[distance].blocks if distance < way.ring else plan.late
+        for block in blocks:
+            compute += block_time(block, 5, machine.backward_rate, machine.backward_bytes)
+            compute += 0.0 if alone else add * len(block.rows) * row
         if distance >= 2:
             compute += 2 * add * row_kv * sum(map(len, plan.steps[distance - 1].sends))
         time += max(compute, messages(distance + 1, distance - 1))
@@ -334,7 +337,10 @@ class Contestant:
 
 
 def measured(a: argparse.Namespace, device: str) -> Iterator[report.Row]:
-    """A row for each length: milliseconds of forward + backward, of one GPU and of all."""
+    """A row for each length: forward + backward of one GPU and of all, in milliseconds.
+
+    Also the memory that each of them takes at its peak, q, k, v, out and all gradients included.
+    """
     ranks = dist.get_world_size()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for tokens in a.tokens:
@@ -342,6 +348,7 @@ def measured(a: argparse.Namespace, device: str) -> Iterator[report.Row]:
         q, dout = torch.randn(2, 1, tokens, a.nheads, a.headdim, device=device, dtype=dtype)
         k, v = torch.randn(2, 1, tokens, a.nheads_kv, a.headdim, device=device, dtype=dtype)
         times: dict[str, float] = {}
+        memory: dict[str, float] = {}
         for name, x in contestants(a, ranks, device).items():
             *qkv, upstream = (
                 y if x.group is None else shard(y, 1, x.group, x.order) for y in (q, k, v, dout)
@@ -349,7 +356,8 @@ def measured(a: argparse.Namespace, device: str) -> Iterator[report.Row]:
             leaves = [y.detach().requires_grad_() for y in qkv]
             run = partial(forward_and_backward, x.attend, leaves, upstream)
             try:
-                times[name] = timed(Call(run, x.context), a.rounds, device)
+                times[name], used = timed(Call(run, x.context), a.rounds, device)
+                memory[name] = used + sum(y.nbytes for y in (*leaves, upstream)) / 2**30
             except (NotImplementedError, RuntimeError, ValueError) as error:
                 if dist.get_rank() == 0:
                     print(f"skipped {name}: {error}")
@@ -358,6 +366,7 @@ def measured(a: argparse.Namespace, device: str) -> Iterator[report.Row]:
             "tokens": tokens,
             "gpus": ranks,
             "ms": {name: report.rounded(x) for name, x in times.items()},
+            "gib": {name: report.rounded(x) for name, x in memory.items()},
             "efficiency": {
                 name: report.rounded(alone / x / ranks)
                 for name, x in times.items()
@@ -396,15 +405,27 @@ def contestants(a: argparse.Namespace, ranks: int, device: str) -> dict[str, Con
             return context_parallel(line, buffers=[unused], buffer_seq_dims=[0])
 
         found["PyTorch"] = Contestant(sdpa, world, "zigzag", within)
+    with suppress(ImportError):
+        from ring_flash_attn import ring_flash_attn_func as contiguous_ring
+        from ring_flash_attn import zigzag_ring_flash_attn_func as zigzag_ring
+
+        found["ring-flash-attn"] = Contestant(contiguous_ring, world, "contiguous")
+        found["ring-flash-attn, zigzag"] = Contestant(zigzag_ring, world, "zigzag")
     return found
 
 
-def timed(call: Call, rounds: int, device: str) -> float:
-    """Milliseconds of the slowest rank. All make as many calls: a sample is one."""
+def timed(call: Call, rounds: int, device: str) -> tuple[float, float]:
+    """Milliseconds of the slowest rank and GiB of the largest: all make as many calls."""
+    before = 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     sample = sampler(call, device, sample_ms=0.0)
-    times = torch.tensor(time_in_turn({"": sample}, rounds)[""], device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.item()
+    ms = time_in_turn({"": sample}, rounds)[""]
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    found = torch.tensor([ms, (peak - before) / 2**30], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found[0].item(), found[1].item()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
