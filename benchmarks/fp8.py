@@ -206,7 +206,7 @@ def prepass(case: Case, x: Inputs, level: str, backend: str | None) -> Forward:
     backend = backend or _backends.choose(problem)
     if backend == "tiled":
         return lambda: quantisation.quantised(problem).q
-    return lambda: cuda.quantised(problem, backend)["q_out"]
+    return lambda: cuda.quantised(problem, backend).results["q_out"]
 
 
 def copy(case: Case, x: Inputs) -> Forward:

@@ -5,8 +5,9 @@ Shapes that Python hands to them are checked without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from conftest import device_fixture
 from helpers import LAYOUTS, NAN, OPTIONS, captured, dense, int32, randn, varlen
 from test_fp8 import FP8, HEADDIMS, LEVELS, call_fp8, check_e4m3, check_level, in_e4m3, rms
+from test_repeated_calls import launches_of
 from torch import Tensor
 
 import flash_attn
-from flash_attn import _backends, flash_attn_func
+from flash_attn import _backends, _ops, flash_attn_func, flash_attn_varlen_func
 from flash_attn._backends import cuda, quantisation, tiled
 from flash_attn.fp8 import flash_attn_fp8_func, flash_attn_fp8_varlen_func, quantize
 
@@ -47,6 +49,23 @@ def order_of_keys(count: int) -> Tensor:
 # ---- what Python hands over ----------------------------------------------------------------------
 
 
+class FakeCall:
+    """Of a kernel: its tensors' names, and where they are among arguments and results."""
+
+    workspaces = ()
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = [*names]
+
+    def at(self, places: Sequence[int], offsets: Sequence[int]) -> FakeCall:
+        self.places = places
+        return self
+
+    def tensors(self, arguments: Sequence[Any], results: Sequence[Tensor]) -> dict[str, Tensor]:
+        given = [arguments[i] if i >= 0 else results[-1 - i] for i in self.places]
+        return dict(zip(self.names, given, strict=True))
+
+
 class FakeCalls:
     """In place of the extension: remembers what kernels are asked for, and computes nothing."""
 
@@ -55,6 +74,7 @@ class FakeCalls:
 
     def prepare(self, kernel: int, tensors: dict[str, Tensor], numbers: dict[str, float]) -> Any:
         self.seen.append((cuda._KERNELS[kernel], tensors, numbers))
+        return FakeCall([*tensors])
 
 
 @pytest.fixture
@@ -187,6 +207,50 @@ def test_unforced_calls(calls):
     assert not calls.seen
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_calls(calls, monkeypatch, kind):
+    """The second of two equal calls is launched without asking for kernels again."""
+    launched: list[dict[str, Tensor]] = []
+
+    def run(self: cuda.Launch, arguments: Any, results: Any) -> None:
+        launched.append(self.call.tensors(arguments, results))
+
+    monkeypatch.setattr(cuda, "call_key", lambda arguments, state: b"a key of this test")
+    monkeypatch.setattr(cuda.Launch, "run", run)
+    bounds = int32([0, 10, 50])
+    for packed in (False, True):
+        calls.seen.clear()
+        launched.clear()
+        operator = _ops.flash_attn_varlen_forward if packed else _ops.flash_attn_forward
+        launches = launches_of(operator)
+        launches.clear()
+        q, k, v = (randn(50, 2, 64) if packed else randn(1, 50, 2, 64) for _ in "qkv")
+        q, k, v = (x.to(FP8) if kind == "e4m3" else x.bfloat16() for x in (q, k, v))
+        options = {} if kind == "e4m3" else {"level": kind}
+        if packed:
+            function = flash_attn_varlen_func if kind == "e4m3" else flash_attn_fp8_varlen_func
+            call = partial(function, q, k, v, bounds, bounds, 40, 40, **options)
+        else:
+            function = flash_attn_func if kind == "e4m3" else flash_attn_fp8_func
+            call = partial(function, q, k, v, **options)
+        try:
+            call()
+            out = call()
+        finally:
+            launches.clear()
+        assert [kernel.operation for kernel, _, _ in calls.seen] == ["quantise", "quantised"]
+        for seen, tensors in zip(calls.seen, launched, strict=True):
+            described = {name: (x.shape, x.dtype) for name, x in tensors.items()}
+            assert described == {name: (x.shape, x.dtype) for name, x in seen[1].items()}
+        first, second = launched
+        between = {"q_out": "q", "k_out": "k", "v_out": "v"}
+        made = {name: x for name, x in first.items() if x is not q and x is not k and x is not v}
+        made.pop("cu_seqlens_k", None)
+        assert made and all(second[between.get(name, name)] is x for name, x in made.items())
+        assert first["v"] is v and second["out"] is out
+        assert kind != "e4m3" or (second["q"] is q and second["k"] is k)
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
@@ -195,9 +259,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Tensor]
     """What kernels have been launched with, by operation."""
     seen, launch = [], cuda._launch
 
-    def launched(kernel: int, tensors: Any, results: Any, numbers: Any) -> None:
-        launch(kernel, tensors, results, numbers)
+    def launched(kernel: int, tensors: Any, results: Any, numbers: Any) -> cuda.Prepared:
+        prepared = launch(kernel, tensors, results, numbers)
         seen.append((cuda._KERNELS[kernel].operation, dict(results)))
+        return prepared
 
     monkeypatch.setattr(cuda, "_launch", launched)
     return seen

@@ -119,7 +119,7 @@ def append(
     problem, appended = cuda.append(problem, new, backend)
     if remember is None:
         return problem, None
-    return problem, lambda attended: remember(cuda.PreparedPair(appended, attended))
+    return problem, lambda attended: remember(cuda.PreparedPair(appended, attended, ("k", "v")))
 
 
 def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:

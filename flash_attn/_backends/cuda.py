@@ -1,6 +1,6 @@
 """The compiled kernels: what they cover, and calls of them through flash_attn._C."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -310,31 +310,38 @@ class Prepared(NamedTuple):
 
 
 class PreparedPair(NamedTuple):
-    """An append and the attention that takes its results."""
+    """An append, or the pass that quantises, and the attention that takes its results."""
 
-    append: Prepared
+    first: Prepared
     attention: Prepared
+    written: tuple[str, ...] = ()  # arguments that the first writes to
 
     def among(self, arguments: Sequence[Any], places: dict[str, int]) -> LaunchPair | None:
         """As Prepared.among."""
-        between = self.append.results
-        behind = {_APPENDED[name]: len(arguments) + i for i, name in enumerate(between)}
+        between = self.first.results
+        behind = {_BETWEEN.get(name, name): len(arguments) + i for i, name in enumerate(between)}
         of_attention = {**places, **behind}
-        if not self.append.are_among(arguments, places) or not self.attention.are_among(
+        if not self.first.are_among(arguments, places) or not self.attention.are_among(
             (*arguments, *between.values()), of_attention
         ):
             return None
-        taken = {places[name] for name in self.append.tensors}
+        taken = {places[name] for name in self.first.tensors}
         taken |= {of_attention[name] for name in self.attention.tensors} - {*behind.values()}
         if _count_tensors(arguments) != len(taken):
             return None
-        written = places["k"], places["v"]
-        return LaunchPair(self.append.at(places), self.attention.at(of_attention), written)
+        written = tuple(places[name] for name in self.written)
+        return LaunchPair(self.first.at(places), self.attention.at(of_attention), written)
 
 
 AnyPrepared = Prepared | PreparedPair
-# Results of an append, by the names that an attention has for them.
-_APPENDED = {"rotated_q": "q", "lengths": "seqused_k"}
+# Results of the first of two launches, by the names that an attention has for them.
+_BETWEEN = {
+    "rotated_q": "q",
+    "lengths": "seqused_k",
+    "q_out": "q",
+    "k_out": "k",
+    "v_out": "v",
+}
 
 
 def _count_tensors(arguments: Sequence[Any]) -> int:
@@ -346,7 +353,7 @@ def forward(
     rng_state: Tensor | None,
     return_probs: bool,
     out: Tensor | None = None,
-    remember: Callable[[Prepared], None] | None = None,
+    remember: Callable[[AnyPrepared], None] | None = None,
     *,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -363,7 +370,7 @@ def forward(
     if widens(problem):
         return forward(widened(problem), rng_state, return_probs, out, backend=backend)
     if problem.is_fp8:
-        return (*_forward_in_fp8(problem, out, backend), None)
+        return (*_forward_in_fp8(problem, out, remember, backend), None)
     q, s_aux = problem.q, problem.s_aux
     tensors = _tensors(problem, rng_state)
     tensors["s_aux"] = None if s_aux is None else s_aux.float().contiguous()
@@ -427,30 +434,36 @@ def _unsupported_in_fp8(problem: Attention, backend: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _forward_in_fp8(problem: Attention, out: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+def _forward_in_fp8(
+    problem: Attention,
+    out: Tensor | None,
+    remember: Callable[[PreparedPair], None] | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     """Quantise q, k and v, or transpose v alone if they come in FP8; then attend."""
     a = problem._replace(q=_movable(problem.q), k=_movable(problem.k), v=_movable(problem.v))
-    results = quantised(a, backend)
+    first = quantised(a, backend)
+    operands = {_BETWEEN.get(name, name): x for name, x in first.results.items()}
     options = replace(a.options, softmax_scale=a.softmax_scale)
-    a = a._replace(
-        q=results.pop("q_out", a.q), k=results.pop("k_out", a.k), fp8_level=0, options=options
-    )
+    a = a._replace(q=operands.get("q", a.q), k=operands.get("k", a.k), fp8_level=0, options=options)
     dtypes = a.q.dtype, a.k.dtype, problem.out_dtype
     headdims = problem.headdim, a.headdim_v
     attention = _smallest_kernel(backend, "quantised", dtypes, headdims, a.features)
     assert isinstance(attention, int)  # unsupported() has been asked
-    values = {"v": results.pop("v_out")}
     s_aux = None if a.s_aux is None else a.s_aux.float().contiguous()
     descales = {f"{x}_descale": getattr(a, f"{x}_descale") for x in "qkv"}
-    tensors = _tensors(a, None) | values | {"s_aux": s_aux} | descales | results
-    written = {"lse": a.q.new_empty(a.lse_shape, dtype=torch.float32)}
-    written["out"] = a.q.new_empty(a.out_shape, dtype=problem.out_dtype) if out is None else out
-    _launch(attention, tensors, written, _numbers(a))
-    return written["out"], written["lse"]
+    tensors = _tensors(a, None) | {"s_aux": s_aux} | descales | operands
+    if out is None:
+        out = a.q.new_empty(a.out_shape, dtype=problem.out_dtype)
+    lse = a.q.new_empty(a.lse_shape, dtype=torch.float32)
+    launched = _launch(attention, tensors, {"out": out, "lse": lse}, _numbers(a))
+    if remember is not None:
+        remember(PreparedPair(first, launched))
+    return out, lse
 
 
-def quantised(a: Attention, backend: str) -> dict[str, Tensor]:
-    """What the pass before attention writes, by the names that kernels have for it."""
+def quantised(a: Attention, backend: str) -> Prepared:
+    """The pass before attention, which has been launched."""
     levels = a.fp8_level > 0
     dtype = torch.int8 if a.fp8_level > 1 else FP8
     headdims = a.headdim, a.headdim_v
@@ -474,8 +487,7 @@ def quantised(a: Attention, backend: str) -> dict[str, Tensor]:
             results["v_low"] = torch.empty_like(results["v_out"])
     else:
         given["seqused_k"] = _contiguous(a.seqused_k)
-    _launch(first, given, results, {})
-    return results
+    return _launch(first, given, results, {})
 
 
 def _scaled_blocks(problem: Attention) -> int:
@@ -495,13 +507,15 @@ def _movable(x: Tensor) -> Tensor:
 
 def _launch(
     kernel: int,
-    tensors: dict[str, Tensor | None],
+    tensors: Mapping[str, Tensor | None],
     results: dict[str, Tensor],
     numbers: dict[str, float],
-) -> None:
+) -> Prepared:
     given = {name: x for name, x in tensors.items() if x is not None}
     call = _C.prepare(kernel, {**given, **results}, numbers)
-    Prepared(call, given, results, {}).run()
+    prepared = Prepared(call, given, results, {})
+    prepared.run()
+    return prepared
 
 
 def backward(
@@ -582,12 +596,9 @@ def append(problem: Attention, new: CacheAppend, backend: str) -> tuple[Attentio
         # Under a mask each query stands at a row of its own; else all are at the end.
         "masked": problem.window_left >= 0 or problem.window_right >= 0,
     }
-    given = {name: x for name, x in tensors.items() if x is not None}
     kernel = _kernel_of_tokens("append", backend, q, problem.k)
-    call = _C.prepare(kernel, {**given, **results}, numbers)
-    prepared = Prepared(call, given, results, {})
+    prepared = _launch(kernel, tensors, results, numbers)
     count_writes((problem.k, problem.v))
-    prepared.run()
     problem = problem._replace(
         q=results.get("rotated_q", q),
         seqused_k=results["lengths"],
@@ -640,10 +651,8 @@ def rotate(
         "conjugate": conjugate,
         "offset": 0 if isinstance(offsets, Tensor) else offsets,
     }
-    given = {name: x for name, x in tensors.items() if x is not None}
-    call = _C.prepare(_kernel_of_tokens("rotary", backend, x, x), {**given, **results}, numbers)
-    prepared = Prepared(call, given, results, {})
-    prepared.run()
+    kernel = _kernel_of_tokens("rotary", backend, x, x)
+    prepared = _launch(kernel, tensors, results, numbers)
     if remember is not None:
         remember(prepared)
     return tuple(results.values())
@@ -664,8 +673,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, backend
     """As _backends.merge_into, of what ``merges`` says yes to."""
     results = {"out": out, "lse": lse}
     given = {"part": part, "part_lse": part_lse}
-    call = _C.prepare(_merge_kernel(out, part, backend), {**given, **results}, {})
-    Prepared(call, given, results, {}).run()
+    _launch(_merge_kernel(out, part, backend), given, results, {})
 
 
 def _merge_kernel(out: Tensor, part: Tensor, backend: str) -> int:
