@@ -1,17 +1,18 @@
 """What the library has to compute, written to be believed rather than to be fast.
 
 Every attention here is one dense matrix of scores for each sequence, in float64, with plain Python
-indexing to find the rows of a sequence, and gradients by autograd, on the CPU whatever the library
-runs on. Nothing is imported from the library. The same code in the input's dtype says how much
-rounding naive arithmetic costs, and so how far from the oracle the library may be. (In float64 that
-is no measure, since it gives the oracle itself: there, naive arithmetic is taken to be off by one
-unit in the last place.)
+indexing to find the rows of a sequence, and gradients by autograd. Whatever the library runs on,
+this runs on the CPU, but for large problems of a GPU. Nothing is imported from the library. The
+same code in the input's dtype says how much rounding naive arithmetic costs, and so how far from
+the oracle the library may be. (In float64 that is no measure, since it gives the oracle itself:
+there, naive arithmetic is taken to be off by one unit in the last place.)
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +21,9 @@ from torch import Tensor
 # --------------------------------------------------------------------------------------------------
 # Where the rows of a sequence are stored
 # --------------------------------------------------------------------------------------------------
+
+# From so many scores on the CPU takes longer than the rest of a test.
+MANY_SCORES = 2**19
 
 # The leading indices of one row: (batch, position), (token,) or (page, slot).
 Place = tuple[int, ...]
@@ -150,7 +154,7 @@ class Attention:
         if self.softcap > 0:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         # How far key j is right of query i's diagonal, which ends in the bottom right corner.
-        rows, columns = (torch.arange(n) for n in (sq, sk))
+        rows, columns = (torch.arange(n, device=q.device) for n in (sq, sk))
         offset = columns - (rows[:, None] + sk - sq)
         if self.alibi_slopes is not None:
             slopes = self.alibi_slopes if self.alibi_slopes.dim() == 1 else self.alibi_slopes[b]
@@ -191,11 +195,19 @@ class Attention:
             lse = lse.index_put(rows, lse_rows.T)
         return out, lse.movedim(-1, -2)
 
-    def to(self, dtype: torch.dtype) -> Attention:
-        """The same problem on the CPU, with q, k and v in another dtype."""
-        moved = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        moved = {name: on_host(x, dtype if name in "qkv" else None) for name, x in moved.items()}
+    def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Attention:
+        """The same problem with q, k and v in another dtype."""
+        moved = {name: x.detach() for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved = {name: x.to(device, dtype if name in "qkv" else None) for name, x in moved.items()}
         return replace(self, storage=self.storage.on_host(), **moved)
+
+    @property
+    def device(self) -> torch.device | str:
+        """Where the oracle is computed."""
+        if not self.q.is_cuda:
+            return "cpu"
+        scores = sum(len(rows[0]) * len(keys[0]) for _, rows, keys in self.sequences())
+        return self.q.device if scores * self.q.shape[-2] > MANY_SCORES else "cpu"
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: list[int], interleaved: bool) -> Tensor:
@@ -242,9 +254,11 @@ class Decode:
             for b, length in enumerate(self.cache_seqlens.tolist())
         ]
 
-    def to(self, dtype: torch.dtype) -> Attention:
-        """The attention problem after rotation and append, both computed in dtype on the CPU."""
-        problem = self.attention.to(dtype)
+    device = "cpu"
+
+    def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Attention:
+        """The attention problem after rotation and append, both computed in dtype."""
+        problem = self.attention.to(dtype, device)
         q, k, v = (x.clone() for x in (problem.q, problem.k, problem.v))
         k_new, v_new = on_host(self.k_new, dtype), on_host(self.v_new, dtype)
         lengths, new = self.cache_seqlens.cpu(), 0 if k_new is None else k_new.shape[1]
@@ -391,18 +405,41 @@ def expect(
     scores_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     if isinstance(problem, Decode) and problem.rotary_cos is not None:
         scores_dtype = dtype  # rotated queries and keys are rounded, and stored, in dtype
-    dout, dlse = on_host(dout), on_host(dlse)
-    problem64 = problem.to(torch.float64)
+    device = problem.device
+    dout, dlse = (None if x is None else x.detach().to(device) for x in (dout, dlse))
+    problem64 = problem.to(torch.float64, device)
     exact = results(problem64, dout, dlse)
-    naive = results(problem.to(dtype), dout, dlse)
+    with sums_in_float32():
+        naive = results(problem.to(dtype, device), dout, dlse)
     summed = magnitudes(problem64, dtype, scores_dtype, dout, dlse)
     eps = dict.fromkeys(exact, torch.finfo(dtype).eps) | {"lse": torch.finfo(scores_dtype).eps}
     if given.s_aux is not None:
         eps["ds_aux"] = max(torch.finfo(dtype).eps, torch.finfo(given.s_aux.dtype).eps)
-    return {
-        name: Expected(value, naive[name], eps[name] * max(largest(value), summed.get(name, 0.0)))
+    expected = {
+        name: Expected(
+            value.cpu(), naive[name].cpu(), eps[name] * max(largest(value), summed.get(name, 0.0))
+        )
         for name, value in exact.items()
     }
+    del problem64, exact, naive, dout, dlse
+    if device != "cpu":
+        torch.cuda.empty_cache()  # other processes test on the same GPU
+    return expected
+
+
+@contextmanager
+def sums_in_float32() -> Iterator[None]:
+    """cuBLAS adds up products of 16 bits in float32, as the CPU does."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(matmul, name) for name in names]
+    for name in names:
+        setattr(matmul, name, False)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(matmul, name, value)
 
 
 def cosine(x: Tensor, y: Tensor) -> float:
