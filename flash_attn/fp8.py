@@ -17,8 +17,8 @@ level q and k are multiplied by the same random orthogonal matrix first, which l
 and spreads outliers over the columns; the probabilities are rounded to e4m3; sums are float32.
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision",
-2024, has the rotation and scales of blocks in FP8. On every device this runs in PyTorch operations
-so far (the tiled backend), which is slower than attention in 16 bits.
+2024, has the rotation and scales of blocks in FP8. Hopper GPUs have kernels for it; elsewhere it
+runs in PyTorch operations (the tiled backend), which is slower than attention in 16 bits.
 
 The gradients are straight-through: the backward is that of the inputs in 16 bits, from the out and
 log-sum-exp of this forward (P = exp(S - lse) with S of 16 bits). They have no derivative, and there
