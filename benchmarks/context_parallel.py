@@ -90,7 +90,6 @@ class Way:
     ring: int = 1
     row: int = 1  # that divide heads
     order: Order = "zigzag"
-    merged_by: str = "operators"  # of PyTorch; or "kernels", which go on from a given result
 
     @property
     def gpus(self) -> int:
@@ -113,10 +112,14 @@ def visible(block: Block) -> int:
     return rows * cols - hidden
 
 
-# Bytes that PyTorch's operators, or kernels that merge by themselves, move for an element.
-MERGE = {"operators": 34.0, "kernels": 8.0}
-ADD = {"operators": 10.0, "kernels": 4.0}
-CONVERT = {"operators": 6.0, "kernels": 6.0}
+# Bytes that are moved for an element to merge a part of the output, or to add one of a gradient.
+# The first of so many parts are kept in 16 bits; with more it is float32, converted twice.
+MOST_IN_16_BITS = {"merge": 2, "add": 3}
+
+
+def moved_by_sums(kind: str, parts: int) -> tuple[float, float]:
+    """For each part; for all of them once."""
+    return (6.0, 0.0) if parts <= MOST_IN_16_BITS[kind] else (10.0, 12.0)
 
 
 @cache
@@ -145,7 +148,10 @@ def of_place(
     row = heads * work.headdim  # elements of a token of q, of k
     row_kv = heads_kv * work.headdim
     alone = way.ring == 1
-    merge, add, convert = (x[way.merged_by] / machine.memory for x in (MERGE, ADD, CONVERT))
+    own, others = plan.early + plan.late, sum(len(step.blocks) for step in plan.steps[1:])
+    merge, convert_out = moved_by_sums("merge", len(plan.steps[0].blocks) + others)
+    add_q, convert_q = moved_by_sums("add", len(own) + others)
+    add_kv, convert_kv = moved_by_sums("add", len(own) + way.ring - 1)
     places_of_node = max(1, machine.of_node // way.row)
 
     def size(step: Step, other: int, arrives: bool) -> tuple[bool, float]:
@@ -178,7 +184,7 @@ def of_place(
         compute = 0.0
         for block in step.blocks:
             compute += block_time(block, 2, machine.forward_rate, machine.forward_bytes)
-            compute += merge * len(block.rows) * row if merged else 0.0
+            compute += merge * len(block.rows) * row / machine.memory if merged else 0.0
             merged = not alone
         time += max(compute, messages(distance + 1))
     for distance in range(way.ring + 1):
@@ -189,11 +195,15 @@ def of_place(
             blocks = plan.steps[distance].blocks if distance < way.ring else plan.late
         for block in blocks:
             compute += block_time(block, 5, machine.backward_rate, machine.backward_bytes)
-            compute += 0.0 if alone else add * len(block.rows) * row
+            compute += 0.0 if alone else add_q * len(block.rows) * row / machine.memory
         if distance >= 2:
-            compute += 2 * add * row_kv * sum(map(len, plan.steps[distance - 1].sends))
+            returned = sum(map(len, plan.steps[distance - 1].sends))
+            compute += 2 * add_kv * row_kv * returned / machine.memory
         time += max(compute, messages(distance + 1, distance - 1))
-    return time + (0.0 if alone else convert * plan.tokens * (2 * row + 2 * row_kv))
+    if alone:
+        return time
+    converted = (convert_out + convert_q) * row + 2 * convert_kv * row_kv
+    return time + converted * plan.tokens / machine.memory
 
 
 def exchange_of_heads(work: Workload, way: Way, machine: Machine) -> float:
@@ -220,15 +230,15 @@ def efficiency(work: Workload, way: Way, machine: Machine = Machine()) -> float:
     return seconds(work, Way(), machine) / (way.gpus * seconds(work, way, machine))
 
 
-def ways(gpus: int, work: Workload, merged_by: str = "operators") -> Iterator[Way]:
+def ways(gpus: int, work: Workload) -> Iterator[Way]:
     """All rings of rows that the heads allow."""
     for row in (2**n for n in range(11)):
         if gpus % row == 0 and work.nheads % row == 0:
-            yield Way(gpus // row, row, merged_by=merged_by)
+            yield Way(gpus // row, row)
 
 
-def best(gpus: int, work: Workload, machine: Machine, merged_by: str) -> Way:
-    return min(ways(gpus, work, merged_by), key=lambda way: seconds(work, way, machine))
+def best(gpus: int, work: Workload, machine: Machine) -> Way:
+    return min(ways(gpus, work), key=lambda way: seconds(work, way, machine))
 
 
 # ---- what was measured, and the model ------------------------------------------------------------
@@ -271,10 +281,8 @@ def simulated(a: argparse.Namespace) -> Iterator[report.Row]:
             found: dict[str, Way] = {}
             if gpus <= a.nheads:
                 found["ulysses"] = Way(1, gpus)
-            for merged_by in ("operators", "kernels"):
-                found[f"ring, {merged_by}"] = Way(gpus, 1, merged_by=merged_by)
-                found[f"best, {merged_by}"] = best(gpus, work, machine, merged_by)
-            chosen = found["best, operators"]
+            found["ring"] = Way(gpus, 1)
+            found["best"] = chosen = best(gpus, work, machine)
             yield {
                 "tokens": tokens,
                 "gpus": gpus,
@@ -289,16 +297,14 @@ def simulated(a: argparse.Namespace) -> Iterator[report.Row]:
 
 def draw(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Efficiency against GPUs, a panel for each way, a line for each length."""
-    names = ["ulysses", "ring, operators", "best, operators", "best, kernels"]
     titles = {
         "ulysses": "heads divided (ulysses)",
-        "ring, operators": "ring",
-        "best, operators": "the best ring x heads",
-        "best, kernels": "the same, kernels that merge",
+        "ring": "ring",
+        "best": "the best ring x heads",
     }
-    figure = plots.new_figure(plots.WIDTH, 6.2)
-    axes = figure.subplots(2, 2, sharex=True, sharey=True).flat
-    for each, name in zip(axes, names, strict=True):
+    figure = plots.new_figure(plots.WIDTH, 3.6)
+    axes = figure.subplots(1, 3, sharex=True, sharey=True)
+    for each, name in zip(axes, titles, strict=True):
         for tokens in dict.fromkeys(row["tokens"] for row in data["rows"]):
             points = [
                 (row["gpus"], row["efficiency"][name])
@@ -486,7 +492,7 @@ def print_rows(rows: Iterator[report.Row]) -> None:
         plain = ("tokens", "gpus", "best")
         cells: dict[str, str] = {name: str(row[name]) for name in plain if name in row}
         by_way = row["efficiency"]
-        columns = by_way if "best" not in row else ("ulysses", *list(by_way)[-4:])
+        columns = by_way if "best" not in row else ("ulysses", "ring", "best")
         cells |= {name: report.figure(by_way.get(name), 2) for name in columns}
         report.print_cells(cells, head=i == 0)
 
