@@ -45,9 +45,9 @@ class Appended(Decode):
 
     after: tuple[Tensor, Tensor] | None = None
 
-    def to(self, dtype: torch.dtype) -> Attention:
-        k, v = (on_host(x, dtype) for x in self.after)
-        return replace(super().to(dtype), k=k, v=v)
+    def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Attention:
+        k, v = (x.detach().to(device, dtype) for x in self.after)
+        return replace(super().to(dtype, device), k=k, v=v)
 
 
 def quantise(x: Tensor, descale: Tensor | None) -> Tensor:
