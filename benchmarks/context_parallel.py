@@ -4,10 +4,11 @@
     python -m benchmarks.context_parallel --simulate    # a table and a plot of efficiency
     python -m benchmarks.context_parallel --anchors     # the model beside measurements
 
-Efficiency is the time of one GPU with all tokens over the GPUs' number and their time. Measuring
-runs on CPUs with gloo where there is no GPU: to see that it runs, not for its figures. The model's
-formulas and assumptions are in docs/scale-out.md. It knows the device's work only: host time, which
-dominates short sequences, is not in it.
+Efficiency is the time of one GPU with all tokens over the GPUs' number and their time. Measured too
+are PyTorch's context_parallel and, where it is installed, ring-flash-attn. Without a GPU it runs on
+CPUs with gloo: to see that it runs, not for its figures. The model's formulas and assumptions are
+in docs/scale-out.md. It knows the device's work only: host time, which dominates short sequences,
+is not in it.
 """
 
 from __future__ import annotations

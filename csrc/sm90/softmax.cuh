@@ -83,7 +83,7 @@ __device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& s
                              int lane, KeptOf kept_of_block) {
   const auto exponent_of = [&](float score, int) { return score * softmax.scale_log2; };
   if constexpr (kFirst) {
-    float nothing[1][1][4] = {};
+    float nothing[1][1][4] = {};  // in place of `out`, which need not be rescaled
     raise_references(softmax, {true, true}, scores, nothing, exponent_of);
   }
   float2 sums = exponentiate_scores<T>(p, softmax, scores, lane, kept_of_block);

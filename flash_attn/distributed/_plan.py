@@ -113,8 +113,8 @@ def _divided(
         # One block otherwise. The window ends in the bottom right corner of the keys before.
         before = Block(range(length), range(last), (-1, length - last), True)
         return [before], [Block(range(last, length), range(last, length), (-1, 0))]
-    early = [block for block in own if block.cols.start < last]
-    return (early, own[len(early) :]) if early == own[: len(early)] else (own, [])
+    late = [block for block in own if block.cols.start >= last]
+    return [block for block in own if block not in late], late
 
 
 def _packed(cols: range, pieces: Sequence[range]) -> range:
