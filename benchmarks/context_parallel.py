@@ -188,12 +188,8 @@ def of_place(
             compute += merge * len(block.rows) * row / machine.memory if merged else 0.0
             merged = not alone
         time += max(compute, messages(distance + 1))
-    for distance in range(way.ring + 1):
+    for distance, blocks in enumerate(plan.backward):
         compute = 0.0
-        if distance == 0:
-            blocks = plan.early
-        else:
-            blocks = plan.steps[distance].blocks if distance < way.ring else plan.late
         for block in blocks:
             compute += block_time(block, 5, machine.backward_rate, machine.backward_bytes)
             compute += 0.0 if alone else add_q * len(block.rows) * row / machine.memory

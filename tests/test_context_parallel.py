@@ -460,7 +460,7 @@ def test_blocks_are_the_mask(seed, direction):
             received = [tokens[rank - distance][i] for rows in step.receives for i in rows]
             blocks = step.blocks
             if direction == "backward" and distance == 0:
-                blocks = plan.early + plan.late
+                blocks = plan.backward[0] + plan.backward[-1]
                 diagonal = sorted(i for x in blocks if x.is_diagonal for i in x.rows)
                 assert bounds is not None or diagonal == list(range(len(tokens[rank])))
             for block in blocks:

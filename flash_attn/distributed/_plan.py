@@ -66,8 +66,8 @@ class Mask:
 class Plan:
     """The steps of one rank of a ring; step 0 is its own keys.
 
-    In the backward some blocks of its own keys are `late`: they are computed last, while gradients
-    of other ranks' keys go back, and the others are `early`.
+    `backward` has the blocks of each step of the backward. It has a step more: some blocks of the
+    rank's own keys are computed last, while the last gradients of other ranks' keys go back.
     """
 
     def __init__(self, layout: Layout, mask: Mask, rank: int) -> None:
@@ -85,8 +85,9 @@ class Plan:
                 sends = joined(block.cols for block in _blocks(target, chunks[rank], mask))
             packed = [block._replace(cols=_packed(block.cols, receives)) for block in blocks]
             self.steps.append(Step(packed, receives, sends))
-        own = self.steps[0].blocks
-        self.early, self.late = _divided(chunks[rank], own, mask) if ring > 1 else (own, [])
+        own, *others = [step.blocks for step in self.steps]
+        early, late = _divided(chunks[rank], own, mask) if ring > 1 else (own, [])
+        self.backward = [early, *others, late]
         self._lengths: dict[tuple[Block, torch.device], tuple[Tensor, Tensor, int, int]] = {}
 
     def lengths(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor, int, int]:

@@ -103,25 +103,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and delta."""
     steps = call.plan.steps
+    first, *others, last = call.plan.backward
+    own = len(first) + len(last)
     sum_of = partial(_Sum, dtype=lse.dtype)
-    own = call.plan.early + call.plan.late
-    parts = len(own) + len(steps) - 1
-    dk, dv = (sum_of(x, x.shape[1], parts=parts) for x in (k, v))
-    dq = sum_of(q, q.shape[1], parts=len(own) + sum(len(step.blocks) for step in steps[1:]))
+    dq = sum_of(q, q.shape[1], parts=own + sum(map(len, others)))
+    dk, dv = (sum_of(x, x.shape[1], parts=own + len(others)) for x in (k, v))
     delta = torch.zeros_like(lse)
     keys, gradients = [k, v], [dk, dv]
-    for distance in range(len(steps) + 1):
+    for distance, blocks in enumerate(call.plan.backward):
         messages = _Messages(call.ring)
         following = messages.exchange_keys(distance + 1, steps, k, v)
         returning = messages.exchange_gradients(distance - 1, steps, gradients)
         messages.start()
-        if distance == 0:
-            blocks = call.plan.early
-        elif distance < len(steps):
-            blocks = steps[distance].blocks
+        if distance == len(steps):
+            keys, gradients = [k, v], [dk, dv]
+        elif distance > 0:
             gradients = [sum_of(x, steps[distance].rows, parts=len(blocks)) for x in keys]
-        else:
-            blocks, keys, gradients = call.plan.late, [k, v], [dk, dv]
         for block in blocks:
             part_dq, part_dk, part_dv, part_delta = attend_backward(
                 call, block, dout, q, out, lse, dlse, keys
