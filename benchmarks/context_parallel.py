@@ -149,10 +149,11 @@ def of_place(
     row = heads * work.headdim  # elements of a token of q, of k
     row_kv = heads_kv * work.headdim
     alone = way.ring == 1
-    own, others = plan.early + plan.late, sum(len(step.blocks) for step in plan.steps[1:])
-    merge, convert_out = moved_by_sums("merge", len(plan.steps[0].blocks) + others)
-    add_q, convert_q = moved_by_sums("add", len(own) + others)
-    add_kv, convert_kv = moved_by_sums("add", len(own) + way.ring - 1)
+    first, *others, last = map(len, plan.backward)
+    own = first + last
+    merge, convert_out = moved_by_sums("merge", sum(len(step.blocks) for step in plan.steps))
+    add_q, convert_q = moved_by_sums("add", own + sum(others))
+    add_kv, convert_kv = moved_by_sums("add", own + len(others))
     places_of_node = max(1, machine.of_node // way.row)
 
     def size(step: Step, other: int, arrives: bool) -> tuple[bool, float]:
