@@ -52,10 +52,6 @@ struct DecodeConfig {
   using ValueLayout = TileLayout<kHeadDimV * sizeof(KV) / 2>;
   static constexpr int kSlots = (kHopper ? 24 : 20) * 1024 / kSlotBytes;
   static_assert(kSlots >= 2);
-  // Whether a warp multiplies the keys of a step during the step before: with many rows it is its
-  // own latency that it waits for, not memory. (With head dim 96 and wide steps it would spill.)
-  static constexpr bool kRunsAhead =
-      kRowTiles == 2 && kSlots >= 4 && !(kHeadDim == 96 && kBlockN == 32);
 
   // Of the output of a warp: with 8 more columns, lanes that write two of each of 8 rows meet
   // different banks; with 16, those that write four.

@@ -303,42 +303,20 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     __syncthreads();  // they are in order
   }
   int slot = 0;
-  const auto slot_behind = [](int slot) { return slot + 1 == kSlots ? 0 : slot + 1; };
-  const auto multiply_keys = [&](float (&scores)[kRowTiles][kColTiles][4], int slot) {
+  const auto next_slot = [&slot] { slot = slot + 1 == kSlots ? 0 : slot + 1; };
+#pragma unroll 1
+  for (int key = warp_begin; key < part_end; key += kStepKeys) {
+    ptx::cp_async_wait<kSlots - 1>();
+    __syncwarp();  // K has arrived
+    float scores[kRowTiles][kColTiles][4];
     if constexpr (Config::kIsE4m3) {
       compute_e4m3_scores<T, kHeadDim>(scores, q, slot_at(slot), lane);
     } else {
       compute_scores<T, kHeadDim>(scores, q, slot_at(slot), lane);
     }
-  };
-  // One step ahead, the products of the next keys hide behind this step's softmax.
-  constexpr bool kAhead = Config::kRunsAhead;
-  [[maybe_unused]] float next_scores[kRowTiles][kColTiles][4];
-  if constexpr (kAhead) {
-    ptx::cp_async_wait<kSlots - 1>();
-    __syncwarp();  // K has arrived
-    multiply_keys(next_scores, slot);
     __syncwarp();  // all lanes are done with the slot
     loader.template load<kSlots % 2 == 1>(slot_at(slot));
-    slot = slot_behind(slot);
-  }
-#pragma unroll 1
-  for (int key = warp_begin; key < part_end; key += kStepKeys) {
-    // With few rows the next scores come when they are wanted, and more loads are under way.
-    float scores[kRowTiles][kColTiles][4];
-    if constexpr (kAhead) {
-      for_each(scores, [&](float& x, int m, int n, int j) { x = next_scores[m][n][j]; });
-      ptx::cp_async_wait<kSlots - 2>();
-      __syncwarp();  // V and the next K have arrived
-      multiply_keys(next_scores, slot_behind(slot));
-    } else {
-      ptx::cp_async_wait<kSlots - 1>();
-      __syncwarp();  // K has arrived
-      multiply_keys(scores, slot);
-      __syncwarp();  // all lanes are done with the slot
-      loader.template load<kSlots % 2 == 1>(slot_at(slot));
-      slot = slot_behind(slot);
-    }
+    next_slot();
 
     const int col = key + lane % 4 * 2;
     const auto mask_scores = [&] {
@@ -373,10 +351,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
         }
       }
     }
-    if constexpr (!kAhead) {
-      ptx::cp_async_wait<kSlots - 1>();
-      __syncwarp();  // V has arrived
-    }
+    ptx::cp_async_wait<kSlots - 1>();
+    __syncwarp();  // V has arrived
     const uint32_t values = slot_at(slot) + Config::ValueLayout::by_columns(lane);
 #pragma unroll
     for (int n = 0; n < kColTiles / 2; ++n) {
@@ -388,11 +364,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     }
     __syncwarp();  // all lanes are done with the slot
     loader.template load<kSlots % 2 == 0>(slot_at(slot));
-    slot = slot_behind(slot);
-    if constexpr (kAhead) {
-      loader.template load<kSlots % 2 == 1>(slot_at(slot));
-      slot = slot_behind(slot);
-    }
+    next_slot();
   }
 
   // Epilogue. The warps merge, then the thread blocks of a cluster, then clusters.

@@ -9,11 +9,12 @@
 
 namespace flash::sm90 {
 
-// Probabilities are multiplied by 1 / kProbabilityUnit: four of them, equal to 1, are less than the
-// largest e4m3. What is below 2^-16 of the largest probability of a row counts as 0.
+// Probabilities are multiplied by 1 / kProbabilityUnit: relative to its reference one may be 56, or
+// four of them 14 each, before the reference is outgrown. What is below 2^-13 of the reference
+// counts as 0.
 constexpr float kLargestE4m3 = 448.f;
-constexpr float kProbabilityBits = 6.f;
-constexpr float kProbabilityUnit = 0x1p-6f;
+constexpr float kProbabilityBits = 3.f;
+constexpr float kProbabilityUnit = 0x1p-3f;
 
 // From scores as floats to exponents of 2: score * factor[r] + offset[r].
 struct Exponents {

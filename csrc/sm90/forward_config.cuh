@@ -37,9 +37,10 @@ struct ForwardConfig {
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
-  static constexpr int kStages = kTile.stages;
   // Beside long sums there is less room for two terms of wide values.
-  static constexpr int kValueStages = kStages - (kTerms == 2 && kHeadDimV_ > 96);
+  static constexpr int kStages = kTile.stages - (kTerms == 2 && kHeadDimV_ > 192);
+  static constexpr int kValueStages =
+      kStages - (kTerms == 2 && kHeadDimV_ > 96 && kHeadDimV_ <= 192);
   static constexpr int kQStages = kTile.q_stages;
   // Whether a tile's keys can be divided: beside long sums of wide values, merging would spill.
   static constexpr bool kDivides = !kQuantised || kHeadDimV_ <= 192;
@@ -60,6 +61,9 @@ struct ForwardConfig {
   static_assert(kBlockM % kWarpgroupRows == 0 && (kConsumers == 2 || kConsumers == 3));
   static_assert(kBlockN % kWgmmaDepth<T> == 0 && kHeadDimV <= kHeadDim);
   static_assert(!kQuantised || kScaledKeys % kBlockN == 0);
+  // What a lane keeps of four accumulators in a long sum: of wide values the upper 24 bits of each,
+  // which leaves room for a third stage.
+  static constexpr int kSumWords = kHeadDimV > 192 ? 3 : 4;
   // V, or its transpose, a block in a row.
   static constexpr int kValueTile =
       kQuantised ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
@@ -76,8 +80,8 @@ struct ForwardConfig {
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
   };
   struct QuantisedStorage : Storage {
-    BlockScales scales[kStages];                      // filled with K
-    float4 sums[kConsumerWarps][kHeadDimV / 8 * 32];  // long_sum.cuh
+    BlockScales scales[kStages];                                              // filled with K
+    alignas(16) uint32_t sums[kConsumerWarps][kHeadDimV / 8][kSumWords][32];  // long_sum.cuh
   };
   using SharedStorage = std::conditional_t<kQuantised, QuantisedStorage, Storage>;
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);

@@ -70,7 +70,7 @@ constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, int choic
       if (choice == 0) return {128, 64, 3, 1};
       break;
     default:
-      if (choice == 0) return {128, 64, 2, 1};
+      if (choice == 0) return {128, 64, 3, 1};
       break;
   }
   return {};

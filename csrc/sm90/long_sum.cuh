@@ -4,6 +4,8 @@
 // lost, always to the same side. So they add kSummedKeys keys, and those sums are added in float32.
 #pragma once
 
+#include <cstdint>
+
 #include "ptx/opaque.h"
 #include "sm90/forward_config.cuh"
 
@@ -28,23 +30,22 @@ class LongSum {
   __device__ void count(Out& out) {
     if (++blocks_ % kMost != 0) return;
     if (blocks_ > kMost) add(out);
-    float4* const sum = place();
+    Words* const sum = place();
 #pragma unroll
-    for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-      const float (&x)[4] = out[0][n];
-      sum[n * 32] = make_float4(x[0], x[1], x[2], x[3]);
-    }
+    for (int n = 0; n < Config::kHeadDimV / 8; ++n) store(sum[n], out[0][n]);
   }
 
   // What has come so far is to be multiplied by the factors.
   __device__ void rescale(const float (&factors)[2]) {
     if (blocks_ < kMost) return;
-    float4* const sum = place();
+    Words* const sum = place();
 #pragma unroll
     for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-      const float4 x = sum[n * 32];
-      sum[n * 32] =
-          make_float4(x.x * factors[0], x.y * factors[0], x.z * factors[1], x.w * factors[1]);
+      float x[4];
+      load(x, sum[n]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] *= factors[j / 2];
+      store(sum[n], x);
     }
   }
 
@@ -58,19 +59,51 @@ class LongSum {
   Sums& sums_;
   int blocks_ = 0;
 
+  // Four accumulators of the lane, in words of all lanes.
+  using Words = uint32_t[Config::kSumWords][32];
+
   // The lane's. Found again instead of occupying a register.
-  __device__ float4* place() const {
+  __device__ Words* place() const {
     const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    return sums_[thread / 32 % Config::kConsumerWarps] + thread % 32;
+    Words* const warp = sums_[thread / 32 % Config::kConsumerWarps];
+    return reinterpret_cast<Words*>(&warp[0][0][thread % 32 * (Config::kSumWords == 4 ? 4 : 1)]);
+  }
+
+  // Three words hold the upper halves of two numbers, of two others, and what follows in each.
+  __device__ static void store(Words& words, const float (&x)[4]) {
+    if constexpr (Config::kSumWords == 4) {
+      reinterpret_cast<float4&>(words) = make_float4(x[0], x[1], x[2], x[3]);
+    } else {
+      const auto bytes_of = [&](int i, int j, unsigned bytes) {
+        return __byte_perm(__float_as_uint(x[i]), __float_as_uint(x[j]), bytes);
+      };
+      words[0][0] = bytes_of(0, 1, 0x7632);
+      words[1][0] = bytes_of(2, 3, 0x7632);
+      words[2][0] = __byte_perm(bytes_of(0, 1, 0x51), bytes_of(2, 3, 0x51), 0x5410);
+    }
+  }
+  __device__ static void load(float (&x)[4], const Words& words) {
+    if constexpr (Config::kSumWords == 4) {
+      const float4 y = reinterpret_cast<const float4&>(words);
+      x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+    } else {
+      // (The lowest byte, which is lost, is taken to be that above it.)
+      const uint32_t low = words[2][0];
+      x[0] = __uint_as_float(__byte_perm(words[0][0], low, 0x1044));
+      x[1] = __uint_as_float(__byte_perm(words[0][0], low, 0x3255));
+      x[2] = __uint_as_float(__byte_perm(words[1][0], low, 0x1066));
+      x[3] = __uint_as_float(__byte_perm(words[1][0], low, 0x3277));
+    }
   }
 
   __device__ void add(Out& out) const {
-    const float4* const sum = place();
+    const Words* const sum = place();
 #pragma unroll
     for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-      const float4 y = sum[n * 32];
-      float (&x)[4] = out[0][n];
-      x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
+      float x[4];
+      load(x, sum[n]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[0][n][j] += x[j];
     }
   }
 };

@@ -56,7 +56,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     TileScales<kFull> scales(params, schedule, tile, range.sequence, range.m_begin, first_row);
     // The probabilities of the block that begins with key n.
-    const auto softmax_block = [&](auto first, int n) {
+    const auto softmax_block = [&](bool first, int n) {
       const int key = n + lane % 4 * 2;
       const int row = ptx::opaque(range.position);  // or what follows would occupy registers
       as_floats(scores, [&](float (&scores)[1][kBlockN / 8][4]) {
@@ -72,11 +72,11 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         }
         mask_scores();
         const Exponents exponents = exponents_of(scales, softmax.scale_log2, Score{});
-        quantised_softmax_step<decltype(first)::value>(
-            p, softmax, scores, exponents, scales.block.unit, [&](const float (&factors)[2]) {
-              rescale_output(out, factors);
-              long_sum.rescale(factors);
-            });
+        quantised_softmax_step(p, softmax, scores, exponents, scales.block.unit, first,
+                               [&](const float (&factors)[2]) {
+                                 rescale_output(out, factors);
+                                 long_sum.rescale(factors);
+                               });
       });
     };
 
@@ -95,9 +95,11 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       scales.block = consumer.scales_of(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
-      softmax_block(std::true_type(), block.key());
-      // Each step: the scores of the next block of keys, and the output of this one.
-      while (!block.is_last()) {
+      // Each step: the scores of the next block of keys, and the output of this one. (The softmax
+      // of the first block stands in the loop too: a second copy of it makes the loop slower.)
+      for (bool first = true;; first = false) {
+        softmax_block(first, block.key());
+        if (block.is_last()) break;
         block.advance();
         consumer.wait_for_k(kv_state.next());
         consumer.begin_scores(scores, kv_state.next());
@@ -110,7 +112,6 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         consumer.release_v();
         kv_state.advance();
         long_sum.count(out);
-        softmax_block(std::false_type(), block.key());
       }
       consumer.release_q();
       consumer.wait_for_v();

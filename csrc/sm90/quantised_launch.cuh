@@ -38,11 +38,11 @@ struct QuantisedRow {
  private:
   // As measured at head dims 64 and 128.
   static int best_tile(const Params& params) {
+    if (kTiles == 1) return 0;
+    if (kHeadDim > 64) return 1;
     const bool masked =
         params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
-    if (kTiles == 1) return 0;
-    if (kHeadDim == 64) return masked || params.seqlen_k <= 2048 ? 2 : 1;
-    return masked ? 1 : 0;
+    return masked || params.seqlen_k <= 2048 ? 2 : 1;
   }
 
   template <int kTerms, int kChoice = 0>

@@ -132,23 +132,24 @@ __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_l
 
 // As softmax_step of softmax.cuh.
 // scores: as floats
+// first: whether nothing came before
 // rescale(factors): what came before is to be multiplied by the factors
-template <bool kFirst, int kColTiles, typename Rescale>
+template <int kColTiles, typename Rescale>
 __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
                                        const float (&scores)[1][kColTiles][4],
-                                       const Exponents& exponents, float unit, Rescale rescale) {
+                                       const Exponents& exponents, float unit, bool first,
+                                       Rescale rescale) {
   const auto exponent_of = [&](float score, int r) { return exponents.of(score, r); };
   float factors[2];
-  if constexpr (kFirst) raise_references(softmax, {true, true}, scores, factors, exponent_of);
+  const auto raise = [&] { raise_references(softmax, {true, true}, scores, factors, exponent_of); };
+  if (first) raise();
   ProbabilitySums sums = exponentiate_quantised(p, softmax, scores, exponents);
-  if constexpr (!kFirst) {
-    // (Where there is NaN the row is NaN, whatever its reference.)
-    const bool outgrown[2] = {sums.largest[0] > kLargestE4m3, sums.largest[1] > kLargestE4m3};
-    if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
-      raise_references(softmax, outgrown, scores, factors, exponent_of);
-      rescale(factors);
-      sums = exponentiate_quantised(p, softmax, scores, exponents);
-    }
+  // If one row of the warp has outgrown its reference, those of the others follow their maxima too:
+  // they would be next. (Where there is NaN the row is NaN, whatever its reference.)
+  if (__any_sync(0xffffffff, fmaxf(sums.largest[0], sums.largest[1]) > kLargestE4m3)) {
+    raise();
+    rescale(factors);
+    sums = exponentiate_quantised(p, softmax, scores, exponents);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) softmax.sum[r] = fmaf(sums.all[r], unit, softmax.sum[r]);
