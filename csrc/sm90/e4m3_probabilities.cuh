@@ -10,11 +10,11 @@
 namespace flash::sm90 {
 
 // Probabilities are multiplied by 1 / kProbabilityUnit: relative to its reference one may be 56, or
-// four of them 14 each, before the reference is outgrown. What is below 2^-13 of the reference
-// counts as 0.
+// four of them 14 each. What is below 2^-13 of the reference counts as 0.
 constexpr float kLargestE4m3 = 448.f;
 constexpr float kProbabilityBits = 3.f;
 constexpr float kProbabilityUnit = 0x1p-3f;
+constexpr float kFewReferences = 5.f / kProbabilityUnit;
 
 // From scores as floats to exponents of 2: score * factor[r] + offset[r].
 struct Exponents {

@@ -51,17 +51,18 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   return {};
 }
 
-// The tile shapes of operands in 8 bits: quantised_launch.cuh chooses between them. A block of
-// keys, 64 or 128 of them, has one scale and is a row of the transposed values in shared memory.
+// The tile shapes of operands in 8 bits, of which the last is the fastest. A block of keys, 64 or
+// 128 of them, has one scale and is a row of the transposed values in shared memory.
 constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, int choice) {
   const bool plain = features == FeatureSet::kPlain;
   switch (headdim) {
     case 64:
       if (choice == 0) return {128, 128, 3, 2};
-      if (choice == 1 && plain) return {192, 128, 3, 2};
-      if (choice == 2 && plain) return {128, 64, 3, 1, 2};
+      if (choice == 1 && plain) return {128, 64, 3, 1, 2};
       break;
     case 96:
+      if (choice == 0) return {128, 128, 3, 2};
+      break;
     case 128:
       if (choice == 0) return {128, 128, 3, 2};
       if (choice == 1 && plain) return {192, 64, 4, 2};

@@ -52,6 +52,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     ptx::wait_for_earlier_kernels();
     const float no_sinks[2] = {-INFINITY, -INFINITY};
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
+    float allowed = kFewReferences;
     LongSum<Config> long_sum(shared.sums);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     TileScales<kFull> scales(params, schedule, tile, range.sequence, range.m_begin, first_row);
@@ -72,7 +73,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         }
         mask_scores();
         const Exponents exponents = exponents_of(scales, softmax.scale_log2, Score{});
-        quantised_softmax_step(p, softmax, scores, exponents, scales.block.unit, first,
+        quantised_softmax_step(p, softmax, scores, exponents, scales.block.unit, first, allowed,
                                [&](const float (&factors)[2]) {
                                  rescale_output(out, factors);
                                  long_sum.rescale(factors);

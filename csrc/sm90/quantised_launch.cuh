@@ -29,22 +29,13 @@ struct QuantisedRow {
     params.num_splits = Config<1, 0>::kDivides ? std::max(params.num_splits, 1) : 1;
     params.score_scale = params.softmax_scale;
     params.softmax_scale = 1.f;
-    if (params.tile < 0) params.tile = best_tile(params);
+    if (params.tile < 0) params.tile = kTiles - 1;
     if (params.v_low.data == nullptr) return prepare_choice<1>(params, wanted);
     if constexpr (kTwoTerms) return prepare_choice<2>(params, wanted);
     throw std::invalid_argument("v_low: accepted with q and k of int8 alone");
   }
 
  private:
-  // As measured at head dims 64 and 128.
-  static int best_tile(const Params& params) {
-    if (kTiles == 1) return 0;
-    if (kHeadDim > 64) return 1;
-    const bool masked =
-        params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
-    return masked || params.seqlen_k <= 2048 ? 2 : 1;
-  }
-
   template <int kTerms, int kChoice = 0>
   static Launcher prepare_choice(Params& params, Workspaces& wanted) {
     if constexpr (kChoice + 1 < kTiles) {

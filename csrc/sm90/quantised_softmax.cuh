@@ -130,15 +130,24 @@ __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_l
   return exponents;
 }
 
+// How large four probabilities may be, in units of e4m3, before their rows get new references. e4m3
+// ends. And a probability that is much of its row should be its reference: that is 1, which
+// rounding leaves alone. What this lane has of the rows' sums tells, in units of `unit`.
+__device__ inline float allowed_sum(const SoftmaxState<1>& softmax, float unit) {
+  const float sum = fminf(softmax.sum[0], softmax.sum[1]);
+  return fminf(fmaxf(__fdividef(0.5f * sum, unit), kFewReferences), kLargestE4m3);
+}
+
 // As softmax_step of softmax.cuh.
 // scores: as floats
 // first: whether nothing came before
+// allowed: what allowed_sum was when it was last wanted; kFewReferences if the references are newer
 // rescale(factors): what came before is to be multiplied by the factors
 template <int kColTiles, typename Rescale>
 __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
                                        const float (&scores)[1][kColTiles][4],
                                        const Exponents& exponents, float unit, bool first,
-                                       Rescale rescale) {
+                                       float& allowed, Rescale rescale) {
   const auto exponent_of = [&](float score, int r) { return exponents.of(score, r); };
   float factors[2];
   const auto raise = [&] { raise_references(softmax, {true, true}, scores, factors, exponent_of); };
@@ -146,10 +155,15 @@ __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxS
   ProbabilitySums sums = exponentiate_quantised(p, softmax, scores, exponents);
   // If one row of the warp has outgrown its reference, those of the others follow their maxima too:
   // they would be next. (Where there is NaN the row is NaN, whatever its reference.)
-  if (__any_sync(0xffffffff, fmaxf(sums.largest[0], sums.largest[1]) > kLargestE4m3)) {
-    raise();
-    rescale(factors);
-    sums = exponentiate_quantised(p, softmax, scores, exponents);
+  const float largest = fmaxf(sums.largest[0], sums.largest[1]);
+  if (__any_sync(0xffffffff, largest > allowed)) {
+    allowed = allowed_sum(softmax, unit);
+    if (__any_sync(0xffffffff, largest > allowed)) {
+      raise();
+      rescale(factors);
+      sums = exponentiate_quantised(p, softmax, scores, exponents);
+      allowed = kFewReferences;
+    }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) softmax.sum[r] = fmaf(sums.all[r], unit, softmax.sum[r]);
