@@ -21,6 +21,7 @@ from helpers import (
     dtype_name,
     in_pages,
     int32,
+    kernels_forced,
     misaligned,
     randn,
     run,
@@ -69,6 +70,16 @@ def splits(count: int) -> Any:
     return cuda.changed_setting("num_splits", count)
 
 
+def tile_count(headdims: tuple[int, int]) -> int:
+    rows = [
+        x
+        for x in cuda._KERNELS
+        if (x.operation, x.backend) == ("decode", kernels_forced())
+        and (x.headdim, x.headdim_v) == headdims
+    ]
+    return rows[0].tiles
+
+
 def assert_counters_are_zero() -> None:
     torch.cuda.synchronize()
     assert not any(map(torch.any, cuda._kept_zeros.values()))
@@ -78,12 +89,14 @@ def assert_counters_are_zero() -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
 @pytest.mark.parametrize("features", ["plain", "everything"])
 def test_each_kernel_for_the_sanitizer(device, features, dtype, headdims):
-    """One and two row tiles, whole and divided keys."""
+    """One and two row tiles, few and many warps, whole and divided keys."""
     options = options_of(features, 3, 8, device) | {"dtype": dtype, "device": device}
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
     for seqlen_q, parts in ((1, 1), (3, 3), (5, 2)):
-        with splits(parts):
-            check_kvcache(decode([0, 20, 300], seqlen_q, 0, 301, **sizes, **options))
+        case = decode([0, 20, 300], seqlen_q, 0, 301, **sizes, **options)
+        for tile in (-1, tile_count(headdims) - 1):
+            with cuda.changed_setting("tile", tile), splits(parts):
+                check_kvcache(case)
 
 
 @of_each_kernel
@@ -122,11 +135,20 @@ def test_more_rows_than_a_tile(device, mask, headdims):
             check(problem, backward=False)
 
 
-@pytest.mark.parametrize("tile", [0, 1])
-def test_tile_shapes(device, tile):
-    case = decode([0, 33, 250], 5, 0, 260, nheads=8, headdim=128, device=device, **BF16)
-    with cuda.changed_setting("tile", tile):
-        check_kvcache(case)
+@of_each_kernel
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+def test_each_tile(device, page_size, headdims):
+    """One and two row tiles, few and many warps, whole and divided keys."""
+    sizes = {"nheads": 8, "headdim": headdims[0], "headdim_v": headdims[1], "page_size": page_size}
+    cases = [
+        decode([0, 33, 600], seqlen_q, 0, 610, **sizes, device=device, causal=True, **BF16)
+        for seqlen_q in (1, 5)
+    ]
+    for tile in range(tile_count(headdims)):
+        for parts in (1, 3, 16, 40):
+            with cuda.changed_setting("tile", tile), splits(parts):
+                for case in cases:
+                    check_kvcache(case)
 
 
 @pytest.mark.parametrize("headdim", [32, 64, 128, 256])

@@ -12,17 +12,20 @@
 
 namespace flash::decode {
 
-constexpr int kWarps = 4;
 // Parts into which the keys of a tile are divided at most.
 constexpr int kMostSplits = 256;
 
-// Tile shapes: one or two row tiles of 16 rows. Where two would spill, further thread blocks take
-// the rows that are left.
-constexpr int count_tiles(int headdim_v) { return headdim_v <= 128 ? 2 : 1; }
+// Tile shapes: of one or two row tiles of 16 rows, on Hopper with few or with many warps. Where two
+// row tiles would spill, further thread blocks take the rows that are left.
+constexpr int kFewWarps = 4, kManyWarps = 8;
+constexpr int count_row_tiles(int headdim_v) { return headdim_v <= 128 ? 2 : 1; }
+constexpr int count_tiles(int headdim_v, bool hopper) {
+  return count_row_tiles(headdim_v) * (hopper ? 2 : 1);
+}
 
 // kHopper_: in clusters, launched with programmatic stream serialization. An SM there has room for
-// two thread blocks with 24 KB of keys and values under way for each warp; elsewhere one thread
-// block fits 99 KB.
+// eight warps, of one thread block or of two, with 24 KB of keys and values under way for each;
+// elsewhere one thread block of four fits 99 KB.
 template <typename T_, typename KV_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
           int kRowTiles_, bool kHopper_>
 struct DecodeConfig {
@@ -38,12 +41,11 @@ struct DecodeConfig {
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr bool kHopper = kHopper_;
   static constexpr int kMostCluster = kHopper ? 16 : 1;  // thread blocks
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kMostThreads = 32 * (kHopper ? kManyWarps : kFewWarps);
+  static constexpr int kBlocksPerSm = kHopper ? 1 : 2;
   // Keys of a step of a warp. Of e4m3 as many as have the bytes of others, unless they would spill.
   static constexpr bool kWideStep = kHeadDim * kRowTiles < 256 && kHeadDim <= 128;
   static constexpr int kBlockN = kHeadDim == 32 || (kIsE4m3 && kWideStep) ? 32 : 16;
-  static constexpr int kStepKeys = kWarps * kBlockN;  // of all warps
 
   // A slot of a warp's ring holds a block of keys or of values.
   static constexpr int kSlotElements = kBlockN * (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV);
@@ -57,20 +59,40 @@ struct DecodeConfig {
   // different banks; with 16, those that write four.
   static constexpr int kOutStride = kHeadDimV + (kIsE4m3 ? 16 : 8);
 
+  // What a thread block of so many warps has in shared memory.
   struct SharedStorage {
-    alignas(128) T q[kRows * kHeadDim];  // in the order of TileLayout
-    union {
-      alignas(128) KV ring[kWarps][kSlots][kSlotElements];  // in the order of these layouts
-      float4 out[kWarps][kRows][kOutStride / 4];            // at the end: what each warp has
-    };
-    float2 rows[kWarps][kRows], merged[kRows];  // references and sums: of warps, of all of them
+    unsigned char* bytes;
+    int warps;
+
+    static constexpr int kQueryBytes = kRows * kHeadDim * sizeof(T);
+    // At the end the output of a warp takes the place of its ring, and perhaps more.
+    static constexpr int kRingBytes = kSlots * kSlotBytes;
+    static constexpr int kOutBytes = kRows * kOutStride * sizeof(float);
+    static constexpr int kWarpBytes = kRingBytes > kOutBytes ? kRingBytes : kOutBytes;
+    static constexpr int kStateBytes = kRows * sizeof(float2);
+
+    static constexpr int count(int warps) {
+      return kQueryBytes + kStateBytes + warps * (kWarpBytes + kStateBytes);
+    }
+
+    // (kRows, kHeadDim), in the order of TileLayout
+    __device__ T* q() const { return reinterpret_cast<T*>(bytes); }
+    // (kSlots, kSlotElements), in the order of KeyLayout and ValueLayout
+    __device__ unsigned char* ring(int warp) const {
+      return bytes + kQueryBytes + warp * kRingBytes;
+    }
+    // What a warp has of a row. The outputs of all warps lie where the rings were.
+    __device__ float4* out(int warp, int row) const {
+      return reinterpret_cast<float4*>(bytes + kQueryBytes) +
+             (warp * kRows + row) * (kOutStride / 4);
+    }
+    // References and sums: of warps, of all of them.
+    __device__ float2& state(int warp, int row) const {
+      return reinterpret_cast<float2*>(bytes + kQueryBytes +
+                                       warps * kWarpBytes)[warp * kRows + row];
+    }
+    __device__ float2& merged(int row) const { return state(warps, row); }
   };
-  static constexpr size_t kSharedBytes = sizeof(SharedStorage);
-  // So much that one thread block fills an SM.
-  static constexpr size_t kBytesAlone = kHopper ? 116 * 1024 : kSharedBytes;
-  // An SM has 228 KB on Hopper and keeps 1 KB for each thread block.
-  static_assert(kHopper ? kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024
-                        : kSharedBytes <= 99 * 1024);
 };
 
 }  // namespace flash::decode

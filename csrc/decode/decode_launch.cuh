@@ -21,24 +21,32 @@ namespace flash::decode {
 
 using DecodeLauncher = std::function<void(const ForwardParams&, cudaStream_t)>;
 
+// Of shared memory of a thread block. alone: so much that it has an SM to itself
+template <typename Config>
+constexpr size_t bytes_of(int warps, bool alone) {
+  constexpr int kAlone = 116 * 1024;
+  const int bytes = Config::SharedStorage::count(warps);
+  return alone && Config::kHopper ? std::max(bytes, kAlone) : bytes;
+}
+
 // Thread blocks that run at a time, in clusters of a power of two.
 // alone: each has an SM to itself
 template <typename Config>
-int slots_of(int cluster, bool alone) {
+int slots_of(int warps, int cluster, bool alone) {
   constexpr auto kKernel = decode_kernel<Config>;
-  const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
+  const size_t shared_bytes = bytes_of<Config>(warps, alone);
   int log = 0;
   while (1 << log < cluster) ++log;
-  static DeviceFacts known[2][8]{};
+  static DeviceFacts known[2][2][8]{};
+  DeviceFacts& facts = known[warps == kManyWarps][alone][log];
   if (cluster > 1) {
-    return cluster * clusters_at_a_time(kKernel, dim3(1, cluster), Config::kThreads, shared_bytes,
-                                        known[alone][log]);
+    return cluster * clusters_at_a_time(kKernel, dim3(1, cluster), 32 * warps, shared_bytes, facts);
   }
-  const int blocks_per_sm = of_device(known[alone][log], [=](int) {
+  const int blocks_per_sm = of_device(facts, [=](int) {
     int count;
-    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kKernel, Config::kThreads,
-                                                             shared_bytes),
-               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    check_cuda(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kKernel, 32 * warps, shared_bytes),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     return count;
   });
   return blocks_per_sm * multiprocessors();
@@ -48,8 +56,13 @@ int slots_of(int cluster, bool alone) {
 template <typename Config>
 DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   constexpr auto kKernel = decode_kernel<Config>;
+  constexpr int kMostWarps = Config::kHopper ? kManyWarps : kFewWarps;
+  constexpr size_t kMostBytes = bytes_of<Config>(kMostWarps, true);
+  // An SM has 228 KB on Hopper and keeps 1 KB for each thread block.
+  static_assert(kMostBytes <= (Config::kHopper ? 227 : 99) * 1024);
+  static_assert(!Config::kHopper || bytes_of<Config>(kFewWarps, false) <= 113 * 1024);
   static std::atomic<uint64_t> devices{0};
-  allow_shared_memory(kKernel, Config::kBytesAlone, devices);
+  allow_shared_memory(kKernel, kMostBytes, devices);
   if constexpr (Config::kHopper) {
     static std::atomic<uint64_t> wide_devices{0};
     allow(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, wide_devices);
@@ -63,15 +76,30 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   constexpr int kMostCluster = Config::kMostCluster;
   const bool counted = int64_t{heads} * kMostCluster <= kKeptZero;
   DecodeWork work{};
+  work.row_tiles = row_tiles;
   work.tiles = int64_t{params.batch} * heads;
   work.rows = static_cast<int>(std::min<int64_t>(rows, Config::kRows));
-  work.rows_of_threads = Config::kThreads / (Config::kHeadDimV / 4.f);
-  work.step_keys = Config::kStepKeys;
-  work.step_bytes = int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) *
-                    sizeof(typename Config::KV);
+  work.block_keys = Config::kBlockN;
+  work.key_bytes = int64_t{params.headdim + params.headdim_v} * sizeof(typename Config::KV);
   work.most_splits = counted ? kMostSplits : kMostCluster;
   work.most_cluster = kMostCluster;
-  const DecodePlan plan = plan_decode(params, work, slots_of<Config>);
+  work.sms = multiprocessors();
+  const auto plan_of = [&](int warps) {
+    work.warps = warps;
+    work.rows_of_threads = 32 * warps / (Config::kHeadDimV / 4.f);
+    return plan_decode(params, work, [warps](int cluster, bool alone) {
+      return slots_of<Config>(warps, cluster, alone);
+    });
+  };
+  // A fixed number of parts has few warps: other sequences of the batch must not decide in which
+  // order a sequence is added up.
+  const bool forced = params.tile >= 0;
+  const bool forced_many = params.tile >= count_row_tiles(Config::kHeadDimV);
+  DecodePlan plan = plan_of(forced_many ? kMostWarps : kFewWarps);
+  if (!forced && params.num_splits == 0 && Config::kHopper) {
+    const DecodePlan with_many = plan_of(kManyWarps);
+    if (with_many.time < plan.time) plan = with_many;
+  }
   params.num_splits = plan.splits;
   // A larger append does not let this kernel start early.
   if (params.batch > kFewSequences) params.seqlen_new = 0;
@@ -87,6 +115,8 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   schedule.group = group;
   schedule.row_tiles = row_tiles;
   schedule.rows = work.rows;
+  schedule.warps = plan.warps;
+  schedule.log_warps = plan.warps == kManyWarps ? 3 : 2;
   schedule.page_shift = -1;
   for (int shift = 0; shift < 31; ++shift) {
     if (params.page_size == 1 << shift) schedule.page_shift = shift;
@@ -103,8 +133,9 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   // Clusters are packed onto few SMs if these have room.
   const int64_t blocks =
       int64_t{heads} * plan.cluster * plan.clusters * std::min(params.batch, most_batch);
-  const bool alone = plan.cluster > 1 && blocks <= slots_of<Config>(plan.cluster, true);
-  const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
+  const bool alone = plan.cluster > 1 && blocks <= slots_of<Config>(plan.warps, plan.cluster, true);
+  const size_t shared_bytes = bytes_of<Config>(plan.warps, alone);
+  const int threads = 32 * plan.warps;
   const float scale_log2 = scale_log2_of(params);
   return [=](ForwardParams bound, cudaStream_t stream) {
     if (bound.seqlen_new > 0) bound.seqused_k = bound.seqused_before;
@@ -114,14 +145,14 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
                       std::min(bound.batch - part.first_batch, most_batch));
       constexpr char kCall[] = "launch of the decode kernel";
       if constexpr (!Config::kHopper) {
-        kKernel<<<grid, Config::kThreads, shared_bytes, stream>>>(bound, part, scale_log2);
+        kKernel<<<grid, threads, shared_bytes, stream>>>(bound, part, scale_log2);
         check_cuda(cudaGetLastError(), kCall);
       } else if (plan.cluster == 1) {
-        launch_overlapping(kKernel, grid, Config::kThreads, shared_bytes, stream, kCall, bound,
-                           part, scale_log2);
+        launch_overlapping(kKernel, grid, threads, shared_bytes, stream, kCall, bound, part,
+                           scale_log2);
       } else {
         launch(std::array{overlapping(), in_clusters(dim3(1, plan.cluster))}, kKernel, grid,
-               Config::kThreads, shared_bytes, stream, kCall, bound, part, scale_log2);
+               threads, shared_bytes, stream, kCall, bound, part, scale_log2);
       }
     }
   };
@@ -133,12 +164,12 @@ struct DecodeRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
   static constexpr uint32_t kTakes = (features_of(kFeatures) & ~kDropout) | kPages | kCacheSlots;
-  static constexpr int kTiles = count_tiles(kHeadDimV);
+  static constexpr int kTiles = count_tiles(kHeadDimV, kHopper);
 
   static DecodeLauncher prepare(Params& params, Workspaces& wanted) {
-    if constexpr (kTiles > 1) {
+    if constexpr (count_row_tiles(kHeadDimV) > 1) {
       const int64_t rows = int64_t{params.seqlen_q} * (params.nheads / params.nheads_kv);
-      if (params.tile == 1 || (params.tile < 0 && rows > 16)) {
+      if (params.tile >= 0 ? params.tile % 2 == 1 : rows > 16) {
         return prepare_kernel<Config<2>>(params, wanted);
       }
     }

@@ -6,87 +6,109 @@
 #include <cmath>
 #include <cstdint>
 
+#include "decode/decode_config.cuh"
 #include "host/known_sequences.h"
 #include "params.h"
 
 namespace flash::decode {
 
 struct DecodePlan {
+  int warps;     // of a thread block
   int splits;    // parts of a tile's keys at most
   int cluster;   // thread blocks of a cluster; a power of two
   int clusters;  // of a tile
+  float time = INFINITY;
 
-  DecodePlan(int splits, int cluster)
-      : splits(splits), cluster(cluster), clusters((splits + cluster - 1) / cluster) {}
+  DecodePlan(int warps, int splits, int cluster)
+      : warps(warps),
+        splits(splits),
+        cluster(cluster),
+        clusters((splits + cluster - 1) / cluster) {}
 };
 
 // With so many parts, whatever the launch: as few clusters as can be.
-inline DecodePlan plan_of_splits(int splits, int most_cluster) {
+inline DecodePlan plan_of_splits(int warps, int splits, int most_cluster) {
   int cluster = 1;
   while (cluster < splits && cluster < most_cluster) cluster *= 2;
-  return {splits, cluster};
+  return {warps, splits, cluster};
 }
 
 // What a launch has to do, without regard to parts.
 struct DecodeWork {
+  int row_tiles;  // of a key head, which read the same keys
   int64_t tiles;
   int rows;               // of a tile
-  float rows_of_threads;  // that a thread block merges at a time
-  int step_keys;          // of a thread block
-  int64_t step_bytes;     // of K and V
+  int warps;              // of a thread block
+  float rows_of_threads;  // that it merges at a time
+  int block_keys;         // of a step of a warp
+  int64_t key_bytes;      // of a key and its value
   int most_splits, most_cluster;
+  int sms;
 };
 
 // slots_of(cluster, alone): thread blocks that run at a time, each alone on its SM or not
 template <typename SlotsOf>
 DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, SlotsOf slots_of) {
+  const int step_keys = work.warps * work.block_keys;
   int64_t steps = 1;
   for (const KnownSequences& x : known_sequences(params)) {
-    steps = std::max(steps, x.steps(0, x.queries(), work.step_keys));
+    steps = std::max(steps, x.steps(0, x.queries(), step_keys));
   }
   const int most_splits = static_cast<int>(std::min<int64_t>(steps, work.most_splits));
   if (params.num_splits > 0) {
-    return plan_of_splits(std::min(params.num_splits, most_splits), work.most_cluster);
+    return plan_of_splits(work.warps, std::min(params.num_splits, most_splits), work.most_cluster);
   }
 
-  // Fitted to an H200: 1 to 256 tiles of 1 to 32 rows, 512 to 64k keys. Microseconds; bytes of a
-  // microsecond, of all SMs and of one, which computes more for many rows and gathers small pages.
-  constexpr float kEnds = 3.5f, kBytes = 4.49e6f;
-  constexpr float kFewRows = 55e3f, kManyRows = 37e3f, kManyRowsByTwos = 49e3f, kSmallPages = 0.7f;
-  // To merge a cluster and several of them, each once and for 8 parts of a thread's columns.
-  constexpr float kCluster = 0.6f, kClusterParts = 0.34f, kClusters = 1.36f, kClustersParts = 0.85f;
-  const bool small_pages = params.block_table != nullptr && params.page_size < work.step_keys;
-  DecodePlan best{1, 1};
-  float least = INFINITY;
+  // Fitted to an H200: 1 to 512 tiles of 1 to 32 rows, 512 to 64k keys. Microseconds; bytes of a
+  // microsecond from memory, of which less comes to many small thread blocks, and of an SM, which
+  // computes more for many rows.
+  constexpr float kFewWarpsEnds = 3.3f, kManyWarpsEnds = 3.7f;
+  constexpr float kBytes = 4.2e6f, kBytesByTwos = 3.9e6f, kSmByTwos = 48e3f;
+  constexpr float kFewWarpsFewRows = 52e3f, kFewWarpsManyRows = 42e3f;
+  constexpr float kManyWarpsFewRows = 64e3f, kManyWarpsManyRows = 55e3f;
+  // To merge what the warps have, for each turn of the threads; a cluster and several of them, each
+  // once and for 8 parts of a thread's columns.
+  constexpr float kFewWarpsTurn = 0.36f, kManyWarpsTurn = 0.72f;
+  constexpr float kCluster = 0.5f, kClusterParts = 0.28f, kClusters = 1.25f, kClustersParts = 0.85f;
+  const bool few_warps = work.warps == kFewWarps, few_rows = work.rows <= 16;
+  const auto turns = [&](int rows) {
+    return std::ceil(static_cast<float>(rows) / work.rows_of_threads);
+  };
+  DecodePlan best{work.warps, 1, 1};
   for (int cluster = 1; cluster <= work.most_cluster; cluster *= 2) {
-    const int64_t slots = slots_of(cluster, false), alone = slots_of(cluster, true);
-    // Clusters that have no SM for each thread block fill SMs by twos.
+    const int64_t slots = slots_of(cluster, false);
+    const int64_t alone = cluster > 1 ? slots_of(cluster, true) : work.sms;
+    // Thread blocks of few warps that have no SM each fill SMs by twos.
     const auto round = [&](int64_t blocks, int64_t block_steps) {
       if (blocks == 0) return 0.f;
-      const bool by_twos = cluster > 1 && blocks > alone;
-      const int64_t sms = std::min(by_twos ? (blocks + 1) / 2 : blocks, alone);
-      const float bytes_of_sm = (work.rows <= 16 ? kFewRows
-                                 : by_twos       ? kManyRowsByTwos
-                                                 : kManyRows) *
-                                (small_pages ? kSmallPages : 1);
-      return kEnds + static_cast<float>(block_steps * work.step_bytes * blocks) /
-                         std::min(kBytes, static_cast<float>(sms) * bytes_of_sm);
+      const bool by_twos = few_warps && blocks > alone;
+      const int64_t sms = std::min<int64_t>(by_twos ? (blocks + 1) / 2 : blocks, work.sms);
+      const float bytes_of_sm = by_twos     ? kSmByTwos
+                                : few_warps ? (few_rows ? kFewWarpsFewRows : kFewWarpsManyRows)
+                                            : (few_rows ? kManyWarpsFewRows : kManyWarpsManyRows);
+      // Tiles of the same key head read their keys from memory once.
+      const float of_memory =
+          (by_twos ? kBytesByTwos : kBytes) * static_cast<float>(work.row_tiles);
+      return (few_warps ? kFewWarpsEnds : kManyWarpsEnds) +
+             static_cast<float>(block_steps * step_keys * work.key_bytes * blocks) /
+                 std::min(of_memory, static_cast<float>(sms) * bytes_of_sm);
     };
-    const float turns = std::ceil(std::ceil(1.f * work.rows / cluster) / work.rows_of_threads);
-    for (int splits = cluster; splits <= most_splits; splits += cluster) {
-      const DecodePlan plan{splits, cluster};
-      const int64_t blocks = work.tiles * splits, block_steps = (steps + splits - 1) / splits;
-      float time = static_cast<float>(blocks / slots) * round(slots, block_steps) +
-                   round(blocks % slots, block_steps);
+    const float slice_turns = turns((work.rows + cluster - 1) / cluster);
+    for (int splits = cluster; splits < most_splits + cluster; splits += cluster) {
+      const int64_t block_steps = (steps + splits - 1) / splits;
+      const int64_t used = (steps + block_steps - 1) / block_steps;
+      if (used <= splits - cluster) continue;  // fewer parts do the same
+      DecodePlan plan{work.warps, splits, cluster};
+      const int64_t blocks = work.tiles * splits;
+      plan.time = static_cast<float>(blocks / slots) * round(slots, block_steps) +
+                  round(blocks % slots, block_steps) +
+                  turns(work.rows) * (few_warps ? kFewWarpsTurn : kManyWarpsTurn);
       const auto merge = [&](int parts, float once, float each) {
-        if (parts > 1) time += once + each * turns * static_cast<float>((parts + 7) / 8);
+        if (parts > 1) plan.time += once + each * slice_turns * static_cast<float>((parts + 7) / 8);
       };
       merge(cluster, kCluster, kClusterParts);
       merge(plan.clusters, kClusters, kClustersParts);
-      if (time < least) {
-        least = time;
-        best = plan;
-      }
+      if (plan.time < best.time) best = plan;
     }
   }
   return best;
