@@ -4,77 +4,22 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <mutex>
 #include <random>
-#include <thread>
-#include <vector>
 
-thread_local int lane;
-struct {
-  operator int() const { return lane; }
-} const this_lane;
-struct {
-  decltype(this_lane)& x;
-} const threadIdx{this_lane};
+#include "warp_on_host.h"
 
-inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
-  const uint64_t bytes = uint64_t{y} << 32 | x;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
-  }
-  return result;
-}
+struct {
+  operator int() const { return this_lane; }
+} const lane;
+struct {
+  decltype(lane)& x;
+} const threadIdx{lane};
 
 #include "decode/e4m3_matmul.h"
 
 using namespace flash;
 
-alignas(128) unsigned char shared_memory[64 * 1024];
-
-// All lanes meet here.
-void meet() {
-  static std::mutex mutex;
-  static std::condition_variable all;
-  static int waiting = 0, round = 0;
-  std::unique_lock lock(mutex);
-  const int mine = round;
-  if (++waiting == 32) {
-    waiting = 0, ++round;
-    all.notify_all();
-  } else {
-    all.wait(lock, [&] { return round != mine; });
-  }
-}
-
 namespace flash::ptx {
-
-void ldmatrix(uint32_t (&x)[4], uint32_t address, bool transposed) {
-  static uint32_t addresses[32];
-  addresses[lane] = address;
-  meet();
-  for (int i = 0; i < 4; ++i) {
-    unsigned banks = 0;
-    for (int row = 0; row < 8; ++row) banks |= 1u << addresses[8 * i + row] / 16 % 8;
-    if (banks != 255) {
-      std::printf("8 rows share banks of shared memory\n");
-      std::exit(1);
-    }
-    for (int j = 0; j < 2; ++j) {
-      const int row = transposed ? lane % 4 * 2 + j : lane / 4;
-      const int col = transposed ? lane / 4 : lane % 4 * 2 + j;
-      std::memcpy(reinterpret_cast<char*>(&x[i]) + 2 * j,
-                  shared_memory + addresses[8 * i + row] + 2 * col, 2);
-    }
-  }
-  meet();
-}
-void ldmatrix_x4(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, false); }
-void ldmatrix_x4_trans(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, true); }
 
 template <typename T>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -147,50 +92,45 @@ void check() {
       v[key * kHeadDim + col] = number_of(shared_memory[v_tile + place]);
     }
   }
-  std::vector<std::thread> lanes;
-  for (int i = 0; i < 32; ++i) {
-    lanes.emplace_back([&, i] {
-      lane = i;
-      const int g = i / 4, t = i % 4;
-      decode::order_queries<kRows, kHeadDim>(shared_memory, 32);
-      meet();
-      float scores[1][kKeys / 8][4], out[1][kHeadDim / 8][4] = {};
-      decode::compute_e4m3_scores<T, kHeadDim>(scores, 0, k_tile, i);
-      for (int n = 0; n < kKeys / 8; ++n) {
-        for (int j = 0; j < 4; ++j) {
-          const int row = g + j / 2 * 8, key = n * 8 + t * 2 + j % 2;
+  run_lanes(32, [&](int i) {
+    const int g = i / 4, t = i % 4;
+    decode::order_queries<kRows, kHeadDim>(shared_memory, 32);
+    meet();
+    float scores[1][kKeys / 8][4], out[1][kHeadDim / 8][4] = {};
+    decode::compute_e4m3_scores<T, kHeadDim>(scores, 0, k_tile, i);
+    for (int n = 0; n < kKeys / 8; ++n) {
+      for (int j = 0; j < 4; ++j) {
+        const int row = g + j / 2 * 8, key = n * 8 + t * 2 + j % 2;
+        float expected = 0;
+        for (int d = 0; d < kHeadDim; ++d)
+          expected += q[row * kHeadDim + d] * k[key * kHeadDim + d];
+        compare("S", scores[0][n][j] * kE4m3Unit, expected);
+      }
+    }
+    const uint32_t values = v_tile + Bytes::by_columns(i);
+    for (int n = 0; n < kKeys / 16; ++n) {
+      uint32_t operand[1][4];
+      for (int j = 0; j < 4; ++j) {
+        const float* const x = &p[(g + j % 2 * 8) * kKeys + n * 16 + j / 2 * 8 + t * 2];
+        const __half pair[2] = {__half(x[0]), __half(x[1])};
+        std::memcpy(&operand[0][j], pair, 4);
+      }
+      decode::multiply_by_e4m3_values<kHeadDim>(out, operand, values, n);
+    }
+    for (int n = 0; n < kHeadDim / 8; n += 2) {
+      for (int r = 0; r < 2; ++r) {
+        const float4 columns = decode::columns_of(out[0][n], out[0][n + 1], r);
+        const float four[4] = {columns.x, columns.y, columns.z, columns.w};
+        for (int c = 0; c < 4; ++c) {
           float expected = 0;
-          for (int d = 0; d < kHeadDim; ++d)
-            expected += q[row * kHeadDim + d] * k[key * kHeadDim + d];
-          compare("S", scores[0][n][j] * kE4m3Unit, expected);
-        }
-      }
-      const uint32_t values = v_tile + Bytes::by_columns(i);
-      for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t operand[1][4];
-        for (int j = 0; j < 4; ++j) {
-          const float* const x = &p[(g + j % 2 * 8) * kKeys + n * 16 + j / 2 * 8 + t * 2];
-          const __half pair[2] = {__half(x[0]), __half(x[1])};
-          std::memcpy(&operand[0][j], pair, 4);
-        }
-        decode::multiply_by_e4m3_values<kHeadDim>(out, operand, values, n);
-      }
-      for (int n = 0; n < kHeadDim / 8; n += 2) {
-        for (int r = 0; r < 2; ++r) {
-          const float4 columns = decode::columns_of(out[0][n], out[0][n + 1], r);
-          const float four[4] = {columns.x, columns.y, columns.z, columns.w};
-          for (int c = 0; c < 4; ++c) {
-            float expected = 0;
-            for (int key = 0; key < kKeys; ++key) {
-              expected += p[(g + r * 8) * kKeys + key] * v[key * kHeadDim + n * 8 + t * 4 + c];
-            }
-            compare("O", four[c] * kE4m3Unit, expected);
+          for (int key = 0; key < kKeys; ++key) {
+            expected += p[(g + r * 8) * kKeys + key] * v[key * kHeadDim + n * 8 + t * 4 + c];
           }
+          compare("O", four[c] * kE4m3Unit, expected);
         }
       }
-    });
-  }
-  for (std::thread& each : lanes) each.join();
+    }
+  });
 }
 
 template <typename T>

@@ -7,48 +7,15 @@
 #include <cuda_fp8.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <cstdio>
-#include <cstring>
-#include <mutex>
 #include <random>
-#include <thread>
-#include <vector>
+
+#include "warp_on_host.h"
 
 using std::max, std::min;
 
-// All four lanes of a row meet here.
-void meet() {
-  static std::mutex mutex;
-  static std::condition_variable all;
-  static int waiting = 0, round = 0;
-  std::unique_lock lock(mutex);
-  const int mine = round;
-  if (++waiting == 4) {
-    waiting = 0, ++round;
-    all.notify_all();
-  } else {
-    all.wait(lock, [&] { return round != mine; });
-  }
-}
-thread_local int this_lane;
-float __shfl_xor_sync(unsigned, float x, int distance) {
-  static float all[4];
-  all[this_lane] = x;
-  meet();
-  const float theirs = all[this_lane ^ distance];
-  meet();
-  return theirs;
-}
-size_t __cvta_generic_to_shared(const void* pointer);
 float __log2f(float);
 float __fdividef(float, float);
 bool __any_sync(unsigned, bool);
-
-unsigned char shared_memory[32 * 1024];
-size_t __cvta_generic_to_shared(const void* pointer) {
-  return static_cast<const unsigned char*>(pointer) - shared_memory;
-}
 
 #include "sm90/e4m3_probabilities.cuh"
 #include "sm90/rotation.cuh"
@@ -178,17 +145,12 @@ void check_rotation() {
   for (int trial = 0; trial < 3; ++trial) {
     for (int& element : x) element = static_cast<int>(engine() % 201) - 100;
     std::vector<float> found(kDim);
-    std::vector<std::thread> lanes;
-    for (int t = 0; t < 4; ++t) {
-      lanes.emplace_back([&, t] {
-        this_lane = t;
-        float part[kParts][8];
-        for (int i = 0; i < kDim / 4; ++i) part[i / 8][i % 8] = x[i / 8 * 32 + 8 * t + i % 8];
-        Rotation4<kDim>::apply(part, t);
-        for (int i = 0; i < kDim / 4; ++i) found[i / 8 * 32 + 8 * t + i % 8] = part[i / 8][i % 8];
-      });
-    }
-    for (std::thread& lane : lanes) lane.join();
+    run_lanes(4, [&](int t) {
+      float part[kParts][8];
+      for (int i = 0; i < kDim / 4; ++i) part[i / 8][i % 8] = x[i / 8 * 32 + 8 * t + i % 8];
+      Rotation4<kDim>::apply(part, t);
+      for (int i = 0; i < kDim / 4; ++i) found[i / 8 * 32 + 8 * t + i % 8] = part[i / 8][i % 8];
+    });
     for (int col = 0; col < kDim; ++col) {
       int expected = 0;
       for (int row = 0; row < kDim; ++row) expected += x[row] * matrix[row * kDim + col];

@@ -1,0 +1,92 @@
+// A warp on the host: threads are its lanes, and instructions that all of them take part in are as
+// PTX defines them.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+thread_local int this_lane;
+inline int lane_count;  // of those that run
+alignas(1024) inline unsigned char shared_memory[64 * 1024];
+
+// All lanes meet here.
+inline void meet() {
+  static std::mutex mutex;
+  static std::condition_variable all;
+  static int waiting = 0, round = 0;
+  std::unique_lock lock(mutex);
+  const int mine = round;
+  if (++waiting == lane_count) {
+    waiting = 0, ++round;
+    all.notify_all();
+  } else {
+    all.wait(lock, [&] { return round != mine; });
+  }
+}
+
+// Calls function(lane) in each lane.
+template <typename Function>
+void run_lanes(int count, Function function) {
+  lane_count = count;
+  std::vector<std::thread> lanes;
+  for (int i = 0; i < count; ++i) {
+    lanes.emplace_back([&, i] {
+      this_lane = i;
+      function(i);
+    });
+  }
+  for (std::thread& each : lanes) each.join();
+}
+
+inline size_t __cvta_generic_to_shared(const void* pointer) {
+  return static_cast<const unsigned char*>(pointer) - shared_memory;
+}
+inline float __shfl_xor_sync(unsigned, float x, int distance) {
+  static float all[32];
+  all[this_lane] = x;
+  meet();
+  const float theirs = all[this_lane ^ distance];
+  meet();
+  return theirs;
+}
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return result;
+}
+
+namespace flash::ptx {
+
+inline void ldmatrix(uint32_t (&x)[4], uint32_t address, bool transposed) {
+  static uint32_t addresses[32];
+  addresses[this_lane] = address;
+  meet();
+  for (int i = 0; i < 4; ++i) {
+    unsigned banks = 0;
+    for (int row = 0; row < 8; ++row) banks |= 1u << addresses[8 * i + row] / 16 % 8;
+    if (banks != 255) {
+      std::printf("8 rows share banks of shared memory\n");
+      std::exit(1);
+    }
+    for (int j = 0; j < 2; ++j) {
+      const int row = transposed ? this_lane % 4 * 2 + j : this_lane / 4;
+      const int col = transposed ? this_lane / 4 : this_lane % 4 * 2 + j;
+      std::memcpy(reinterpret_cast<char*>(&x[i]) + 2 * j,
+                  shared_memory + addresses[8 * i + row] + 2 * col, 2);
+    }
+  }
+  meet();
+}
+inline void ldmatrix_x4(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, false); }
+inline void ldmatrix_x4_trans(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, true); }
+
+}  // namespace flash::ptx
