@@ -15,8 +15,8 @@ namespace flash::decode {
 // Parts into which the keys of a tile are divided at most.
 constexpr int kMostSplits = 256;
 
-// Tile shapes: of one or two row tiles of 16 rows, on Hopper with few or with many warps. Where two
-// row tiles would spill, further thread blocks take the rows that are left.
+// Tile shapes: one or two row tiles of 16 rows, on Hopper by few warps or by many. Where two row
+// tiles would spill, further thread blocks take the rows that are left.
 constexpr int kFewWarps = 4, kManyWarps = 8;
 constexpr int count_row_tiles(int headdim_v) { return headdim_v <= 128 ? 2 : 1; }
 constexpr int count_tiles(int headdim_v, bool hopper) {
@@ -24,7 +24,7 @@ constexpr int count_tiles(int headdim_v, bool hopper) {
 }
 
 // kHopper_: in clusters, launched with programmatic stream serialization. An SM there has room for
-// eight warps, of one thread block or of two, with 24 KB of keys and values under way for each;
+// eight warps, in one thread block or two, with 24 KB of keys and values under way for each;
 // elsewhere one thread block of four fits 99 KB.
 template <typename T_, typename KV_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
           int kRowTiles_, bool kHopper_>
@@ -59,40 +59,23 @@ struct DecodeConfig {
   // different banks; with 16, those that write four.
   static constexpr int kOutStride = kHeadDimV + (kIsE4m3 ? 16 : 8);
 
-  // What a thread block of so many warps has in shared memory.
+  template <int kWarps>
   struct SharedStorage {
-    unsigned char* bytes;
-    int warps;
-
-    static constexpr int kQueryBytes = kRows * kHeadDim * sizeof(T);
-    // At the end the output of a warp takes the place of its ring, and perhaps more.
-    static constexpr int kRingBytes = kSlots * kSlotBytes;
-    static constexpr int kOutBytes = kRows * kOutStride * sizeof(float);
-    static constexpr int kWarpBytes = kRingBytes > kOutBytes ? kRingBytes : kOutBytes;
-    static constexpr int kStateBytes = kRows * sizeof(float2);
-
-    static constexpr int count(int warps) {
-      return kQueryBytes + kStateBytes + warps * (kWarpBytes + kStateBytes);
-    }
-
-    // (kRows, kHeadDim), in the order of TileLayout
-    __device__ T* q() const { return reinterpret_cast<T*>(bytes); }
-    // (kSlots, kSlotElements), in the order of KeyLayout and ValueLayout
-    __device__ unsigned char* ring(int warp) const {
-      return bytes + kQueryBytes + warp * kRingBytes;
-    }
-    // What a warp has of a row. The outputs of all warps lie where the rings were.
-    __device__ float4* out(int warp, int row) const {
-      return reinterpret_cast<float4*>(bytes + kQueryBytes) +
-             (warp * kRows + row) * (kOutStride / 4);
-    }
-    // References and sums: of warps, of all of them.
-    __device__ float2& state(int warp, int row) const {
-      return reinterpret_cast<float2*>(bytes + kQueryBytes +
-                                       warps * kWarpBytes)[warp * kRows + row];
-    }
-    __device__ float2& merged(int row) const { return state(warps, row); }
+    alignas(128) T q[kRows * kHeadDim];  // in the order of TileLayout
+    union {
+      alignas(128) KV ring[kWarps][kSlots][kSlotElements];  // in the order of these layouts
+      float4 out[kWarps][kRows][kOutStride / 4];            // at the end: what each warp has
+    };
+    float2 rows[kWarps][kRows], merged[kRows];  // references and sums: of warps, of all of them
   };
+
+  // Of shared memory of a thread block. alone: so much that it has an SM to itself
+  static constexpr size_t shared_bytes(int warps, bool alone) {
+    const size_t bytes = warps == kManyWarps
+                             ? sizeof(SharedStorage < kHopper ? kManyWarps : kFewWarps >)
+                             : sizeof(SharedStorage<kFewWarps>);
+    return alone && kHopper && bytes < 116 * 1024 ? 116 * 1024 : bytes;
+  }
 };
 
 }  // namespace flash::decode

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include "common/e4m3.h"
 #include "common/fragment.h"
@@ -50,7 +51,7 @@ struct DecodeSchedule {
   int group;                   // query heads that read the same keys
   int row_tiles;               // of a key head
   int rows;                    // of a tile at most
-  int warps, log_warps;        // of a thread block
+  int warps;                   // of a thread block
   int page_shift;              // log2 of the page size, or -1
   int first_batch;             // of the launch
 };
@@ -74,12 +75,12 @@ struct TileRows {
 
 // Starts the copy of the tile's queries, by all threads. Rows that hold no query become zero.
 // q: shared address
-template <typename Config>
+template <typename Config, int kWarps>
 __device__ void load_queries(const ForwardParams& params, const Sequence& sequence,
                              const TileRows& tile, uint32_t q) {
   using T = typename Config::T;
   using Layout = TileLayout<Config::kHeadDim>;
-  for (int i = threadIdx.x; i < Config::kRows * Layout::kChunks; i += blockDim.x) {
+  for (int i = threadIdx.x; i < Config::kRows * Layout::kChunks; i += 32 * kWarps) {
     const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
     const T* const source = rows_of<const T>(
         params.q, sequence.q_batch, sequence.q_first + tile.query_of(row), tile.head_of(row));
@@ -148,10 +149,10 @@ __device__ void store_result(const ForwardParams& params, const Sequence& sequen
                  pack(x.out.z * end.factor, x.out.w * end.factor, T()));
 }
 
-// Leaves the warps' softmax and output in shared memory. The rings are not in use any more.
-template <typename Config>
-__device__ void leave_warps(const typename Config::SharedStorage& shared, const TileRows& tile,
-                            SoftmaxState<Config::kRowTiles>& softmax,
+// Leaves the warps' softmax and output in shared memory. The ring is not in use any more.
+template <typename Config, int kWarps>
+__device__ void leave_warps(typename Config::template SharedStorage<kWarps>& shared,
+                            const TileRows& tile, SoftmaxState<Config::kRowTiles>& softmax,
                             const float (&out)[Config::kRowTiles][Config::kHeadDimV / 8][4],
                             int warp, int lane) {
   WarpTeam().sum(softmax.sum);
@@ -161,16 +162,16 @@ __device__ void leave_warps(const typename Config::SharedStorage& shared, const 
     const int row = r * 8 + lane / 4;
     if (r * 8 >= tile.rows) break;
     if (lane % 4 == 0) {
-      shared.state(warp, row) = make_float2(softmax.reference[r], softmax.sum[r]);
+      shared.rows[warp][row] = make_float2(softmax.reference[r], softmax.sum[r]);
     }
     if constexpr (Config::kIsE4m3) {
-      auto* const target = shared.out(warp, row) + lane % 4;
+      auto* const target = shared.out[warp][row] + lane % 4;
 #pragma unroll
       for (int n = 0; n < Config::kHeadDimV / 8; n += 2) {
         target[n * 2] = columns_of(out[r / 2][n], out[r / 2][n + 1], r % 2);
       }
     } else {
-      auto* const target = reinterpret_cast<float2*>(shared.out(warp, row)) + lane % 4;
+      auto* const target = reinterpret_cast<float2*>(shared.out[warp][row]) + lane % 4;
 #pragma unroll
       for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
         const float* const pair = &out[r / 2][n][r % 2 * 2];
@@ -183,10 +184,10 @@ __device__ void leave_warps(const typename Config::SharedStorage& shared, const 
 
 // Calls function(row, four) for groups of four columns of the tile's rows, by all threads: for each
 // of so many thread blocks another slice of the rows.
-template <typename Config, typename Function>
+template <typename Config, int kWarps, typename Function>
 __device__ void for_each_four(const TileRows& tile, int slice, int slices, Function function) {
   constexpr int kFours = Config::kHeadDimV / 4;
-  for (int i = threadIdx.x;; i += blockDim.x) {
+  for (int i = threadIdx.x;; i += 32 * kWarps) {
     const int row = slice + i / kFours * slices;
     if (row >= tile.rows) return;
     function(row, i % kFours);
@@ -194,16 +195,16 @@ __device__ void for_each_four(const TileRows& tile, int slice, int slices, Funct
 }
 
 // One part of the keys of one tile.
-template <typename Config>
+template <typename Config, int kWarps>
 __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedule, int batch,
-                       float scale_log2, const typename Config::SharedStorage& shared, int warp,
-                       int lane) {
+                       float scale_log2, typename Config::template SharedStorage<kWarps>& shared,
+                       int warp, int lane) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   constexpr int kRowTiles = Config::kRowTiles, kRows = Config::kRows;
   constexpr int kBlockN = Config::kBlockN, kColTiles = kBlockN / 8;
-  constexpr int kSlots = Config::kSlots;
+  constexpr int kStepKeys = kWarps * kBlockN, kSlots = Config::kSlots;
 
   // Indices. What needs no division needs none: the first load waits for all of this.
   const int part = blockIdx.y;
@@ -226,24 +227,22 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
             params.window_right};
   const Range visible{mask.first_key(first_query), mask.end_key(end_query - 1)};
   mask.seqlen_k = visible.end;  // rows from there on are not loaded
-  const int blocks = visible.empty() ? 0 : (visible.end - visible.begin + kBlockN - 1) / kBlockN;
-  const int steps = (blocks + shared.warps - 1) >> (Config::kHopper ? schedule.log_warps : 2);
-  const int step_keys = shared.warps * kBlockN;
+  const int steps = visible.empty() ? 0 : (visible.end - visible.begin + kStepKeys - 1) / kStepKeys;
   const int part_steps = schedule.splits == 1
                              ? steps
                              : __umulhi(steps + schedule.splits - 1, schedule.splits_reciprocal);
   // Without keys, but for those that a cluster waits for; one part alone merges with none.
   if (part > 0 && (part_steps >= steps || (part - rank) * part_steps >= steps)) return;
-  const int part_begin = visible.begin + part * part_steps * step_keys;
-  const int part_end = min(visible.end, part_begin + part_steps * step_keys);
+  const int part_begin = visible.begin + part * part_steps * kStepKeys;
+  const int part_end = min(visible.end, part_begin + part_steps * kStepKeys);
   const int warp_begin = part_begin + warp * kBlockN;
 
   // Loads. The queries come with the first values, or from the append before. Rows that are older
   // than that are read while it runs.
-  const uint32_t q = shared_address(shared.q()), ring = shared_address(shared.ring(warp));
+  const uint32_t q = shared_address(shared.q), ring = shared_address(shared.ring[warp]);
   const auto slot_at = [ring](int i) { return ring + i * Config::kSlotBytes; };
-  KeyLoader<Config> loader(params, sequence, batch, head_kv, schedule.page_shift, warp_begin,
-                           part_end, step_keys, lane);
+  KeyLoader<Config, kWarps> loader(params, sequence, batch, head_kv, schedule.page_shift,
+                                   warp_begin, part_end, lane);
   const auto load_block = [&](int i) {
     loader.template load<false>(slot_at(i));
     if (i + 1 < kSlots) loader.template load<true>(slot_at(i + 1));
@@ -252,18 +251,18 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     const int old_keys = sequence.seqlen_k - params.seqlen_new;
 #pragma unroll 1
     for (int i = 0; i < kSlots; i += 2) {
-      const int end_key = warp_begin + i / 2 * step_keys + kBlockN;
+      const int end_key = warp_begin + i / 2 * kStepKeys + kBlockN;
       if (end_key > old_keys) ptx::wait_for_earlier_kernels();
       load_block(i);
     }
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
-    load_queries<Config>(params, sequence, tile, q);
+    load_queries<Config, kWarps>(params, sequence, tile, q);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
   } else {
     loader.template load<false>(slot_at(0));
-    load_queries<Config>(params, sequence, tile, q);
+    load_queries<Config, kWarps>(params, sequence, tile, q);
     loader.template load<true>(slot_at(1));
 #pragma unroll 1
     for (int i = 2; i < kSlots; i += 2) load_block(i);
@@ -301,14 +300,13 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   ptx::cp_async_wait<kSlots - 2>();
   __syncthreads();  // the queries have arrived
   if constexpr (Config::kIsE4m3) {
-    order_queries<kRows, kHeadDim>(reinterpret_cast<unsigned char*>(shared.q()), 32 * shared.warps,
-                                   signs);
+    order_queries<32 * kWarps, kRows, kHeadDim>(reinterpret_cast<unsigned char*>(shared.q), signs);
     __syncthreads();  // they are in order
   }
   int slot = 0;
   const auto next_slot = [&slot] { slot = slot + 1 == kSlots ? 0 : slot + 1; };
 #pragma unroll 1
-  for (int key = warp_begin; key < part_end; key += step_keys) {
+  for (int key = warp_begin; key < part_end; key += kStepKeys) {
     ptx::cp_async_wait<kSlots - 1>();
     __syncwarp();  // K has arrived
     float scores[kRowTiles][kColTiles][4];
@@ -372,36 +370,36 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
 
   // Epilogue. The warps merge, then the thread blocks of a cluster, then clusters.
   constexpr int kFours = kHeadDimV / 4;
-  leave_warps<Config>(shared, tile, softmax, out, warp, lane);
+  leave_warps<Config, kWarps>(shared, tile, softmax, out, warp, lane);
   const auto of_warps = [&](int row, int four) {
-    return merge<kFewWarps>(
-        shared.warps, [&](int i) { return shared.state(i, row); },
-        [&](int i) { return shared.out(i, row)[four]; });
+    return merge<kWarps>(
+        kWarps, [&](int i) { return shared.rows[i][row]; },
+        [&](int i) { return shared.out[i][row][four]; });
   };
   const auto store = [&](int row, int four, const Merged& x) {
     store_result<Config>(params, sequence, tile, row, four * 4, x, value_unit);
   };
   if (part_steps >= steps) {  // there is one part
-    for_each_four<Config>(tile, 0, 1,
-                          [&](int row, int four) { store(row, four, of_warps(row, four)); });
+    for_each_four<Config, kWarps>(
+        tile, 0, 1, [&](int row, int four) { store(row, four, of_warps(row, four)); });
     return;
   }
   const int parts_used = (steps + part_steps - 1) / part_steps;  // the others have no keys
   const int clusters_used = (parts_used + cluster - 1) / cluster;
   const int ranks_used = min(cluster, parts_used - (part - rank));
   if constexpr (Config::kHopper) {
-    for_each_four<Config>(tile, 0, 1, [&](int row, int four) {
+    for_each_four<Config, kWarps>(tile, 0, 1, [&](int row, int four) {
       const Merged x = of_warps(row, four);
-      shared.out(0, row)[four] = x.out;
-      if (four == 0) shared.merged(row) = make_float2(x.reference, x.sum);
+      shared.out[0][row][four] = x.out;
+      if (four == 0) shared.merged[row] = make_float2(x.reference, x.sum);
     });
     ptx::cluster_sync();
   }
   const auto of_cluster = [&](int row, int four) {
     if constexpr (Config::kHopper) {
       return merge<8>(
-          ranks_used, [&](int i) { return *ptx::map_to_rank(&shared.merged(row), i); },
-          [&](int i) { return *ptx::map_to_rank(shared.out(0, row) + four, i); });
+          ranks_used, [&](int i) { return *ptx::map_to_rank(&shared.merged[row], i); },
+          [&](int i) { return *ptx::map_to_rank(&shared.out[0][row][four], i); });
     } else {
       return of_warps(row, four);
     }
@@ -410,7 +408,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   const int64_t first_stored = int64_t{1} * place * schedule.clusters * schedule.rows;
   const auto stored_rows = reinterpret_cast<float2*>(params.partial_rows) + first_stored;
   const auto stored_out = reinterpret_cast<float4*>(params.partial_out) + first_stored * kFours;
-  for_each_four<Config>(tile, rank, cluster, [&](int row, int four) {
+  for_each_four<Config, kWarps>(tile, rank, cluster, [&](int row, int four) {
     const Merged x = of_cluster(row, four);
     if (clusters_used == 1) return store(row, four, x);
     const int stored = part / cluster * schedule.rows + row;
@@ -419,7 +417,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   });
   if constexpr (Config::kHopper) ptx::cluster_arrive();
   if (clusters_used > 1 && is_last_block(params.counters + place * cluster + rank, clusters_used)) {
-    for_each_four<Config>(tile, rank, cluster, [&](int row, int four) {
+    for_each_four<Config, kWarps>(tile, rank, cluster, [&](int row, int four) {
       const auto stored = [&](int i) { return i * schedule.rows + row; };
       store(row, four,
             merge<8>(
@@ -437,19 +435,27 @@ __global__ void __launch_bounds__(Config::kMostThreads, Config::kBlocksPerSm)
     decode_kernel(const __grid_constant__ ForwardParams params,
                   const __grid_constant__ DecodeSchedule schedule, float scale_log2) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  const typename Config::SharedStorage shared{shared_bytes,
-                                              Config::kHopper ? schedule.warps : kFewWarps};
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (Config::kHopper && !follows_append<Config>(params)) {
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
   }
-  attend<Config>(params, schedule, schedule.first_batch + blockIdx.z, scale_log2, shared, warp,
-                 lane);
+  const auto attend_by = [&](auto warps) {
+    constexpr int kWarps = decltype(warps)::value;
+    auto& shared =
+        *reinterpret_cast<typename Config::template SharedStorage<kWarps>*>(shared_bytes);
+    attend<Config, kWarps>(params, schedule, schedule.first_batch + blockIdx.z, scale_log2, shared,
+                           warp, lane);
+  };
+  if (Config::kHopper && schedule.warps == kManyWarps) {
+    attend_by(std::integral_constant<int, Config::kHopper ? kManyWarps : kFewWarps>());
+  } else {
+    attend_by(std::integral_constant<int, kFewWarps>());
+  }
   if (params.cu_seqlens_q != nullptr && blockIdx.y == 0) {
-    clear_gaps<typename Config::T>(params,
-                                   (blockIdx.z * gridDim.x + blockIdx.x) * shared.warps + warp,
-                                   gridDim.z * gridDim.x * shared.warps, lane);
+    const int warps = blockDim.x / 32;
+    clear_gaps<typename Config::T>(params, (blockIdx.z * gridDim.x + blockIdx.x) * warps + warp,
+                                   gridDim.z * gridDim.x * warps, lane);
   }
 }
 

@@ -21,20 +21,12 @@ namespace flash::decode {
 
 using DecodeLauncher = std::function<void(const ForwardParams&, cudaStream_t)>;
 
-// Of shared memory of a thread block. alone: so much that it has an SM to itself
-template <typename Config>
-constexpr size_t bytes_of(int warps, bool alone) {
-  constexpr int kAlone = 116 * 1024;
-  const int bytes = Config::SharedStorage::count(warps);
-  return alone && Config::kHopper ? std::max(bytes, kAlone) : bytes;
-}
-
 // Thread blocks that run at a time, in clusters of a power of two.
 // alone: each has an SM to itself
 template <typename Config>
 int slots_of(int warps, int cluster, bool alone) {
   constexpr auto kKernel = decode_kernel<Config>;
-  const size_t shared_bytes = bytes_of<Config>(warps, alone);
+  const size_t shared_bytes = Config::shared_bytes(warps, alone);
   int log = 0;
   while (1 << log < cluster) ++log;
   static DeviceFacts known[2][2][8]{};
@@ -57,10 +49,10 @@ template <typename Config>
 DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   constexpr auto kKernel = decode_kernel<Config>;
   constexpr int kMostWarps = Config::kHopper ? kManyWarps : kFewWarps;
-  constexpr size_t kMostBytes = bytes_of<Config>(kMostWarps, true);
+  constexpr size_t kMostBytes = Config::shared_bytes(kMostWarps, true);
   // An SM has 228 KB on Hopper and keeps 1 KB for each thread block.
   static_assert(kMostBytes <= (Config::kHopper ? 227 : 99) * 1024);
-  static_assert(!Config::kHopper || bytes_of<Config>(kFewWarps, false) <= 113 * 1024);
+  static_assert(!Config::kHopper || Config::shared_bytes(kFewWarps, false) <= 113 * 1024);
   static std::atomic<uint64_t> devices{0};
   allow_shared_memory(kKernel, kMostBytes, devices);
   if constexpr (Config::kHopper) {
@@ -92,11 +84,12 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
     });
   };
   // A fixed number of parts has few warps: other sequences of the batch must not decide in which
-  // order a sequence is added up.
+  // order a sequence is added up. And so do more tiles than SMs: two thread blocks on an SM hide
+  // each other's ends.
   const bool forced = params.tile >= 0;
   const bool forced_many = params.tile >= count_row_tiles(Config::kHeadDimV);
   DecodePlan plan = plan_of(forced_many ? kMostWarps : kFewWarps);
-  if (!forced && params.num_splits == 0 && Config::kHopper) {
+  if (Config::kHopper && !forced && params.num_splits == 0 && work.tiles <= work.sms) {
     const DecodePlan with_many = plan_of(kManyWarps);
     if (with_many.time < plan.time) plan = with_many;
   }
@@ -116,7 +109,6 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   schedule.row_tiles = row_tiles;
   schedule.rows = work.rows;
   schedule.warps = plan.warps;
-  schedule.log_warps = plan.warps == kManyWarps ? 3 : 2;
   schedule.page_shift = -1;
   for (int shift = 0; shift < 31; ++shift) {
     if (params.page_size == 1 << shift) schedule.page_shift = shift;
@@ -134,7 +126,7 @@ DecodeLauncher prepare_kernel(ForwardParams& params, Workspaces& wanted) {
   const int64_t blocks =
       int64_t{heads} * plan.cluster * plan.clusters * std::min(params.batch, most_batch);
   const bool alone = plan.cluster > 1 && blocks <= slots_of<Config>(plan.warps, plan.cluster, true);
-  const size_t shared_bytes = bytes_of<Config>(plan.warps, alone);
+  const size_t shared_bytes = Config::shared_bytes(plan.warps, alone);
   const int threads = 32 * plan.warps;
   const float scale_log2 = scale_log2_of(params);
   return [=](ForwardParams bound, cudaStream_t stream) {

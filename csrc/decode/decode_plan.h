@@ -60,17 +60,14 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
   }
 
   // Fitted to an H200: 1 to 512 tiles of 1 to 32 rows, 512 to 64k keys. Microseconds; bytes of a
-  // microsecond from memory, of which less comes to many small thread blocks, and of an SM, which
-  // computes more for many rows.
-  constexpr float kFewWarpsEnds = 3.3f, kManyWarpsEnds = 3.7f;
-  constexpr float kBytes = 4.2e6f, kBytesByTwos = 3.9e6f, kSmByTwos = 48e3f;
-  constexpr float kFewWarpsFewRows = 52e3f, kFewWarpsManyRows = 42e3f;
-  constexpr float kManyWarpsFewRows = 64e3f, kManyWarpsManyRows = 55e3f;
+  // microsecond from memory, and of an SM by how its warps come.
+  constexpr float kEnds = 3.3f, kBytes = 4.2e6f;
+  constexpr float kOfFewWarps = 53e3f, kOfManyWarps = 64e3f, kOfFewByTwos = 42e3f;
   // To merge what the warps have, for each turn of the threads; a cluster and several of them, each
   // once and for 8 parts of a thread's columns.
-  constexpr float kFewWarpsTurn = 0.36f, kManyWarpsTurn = 0.72f;
-  constexpr float kCluster = 0.5f, kClusterParts = 0.28f, kClusters = 1.25f, kClustersParts = 0.85f;
-  const bool few_warps = work.warps == kFewWarps, few_rows = work.rows <= 16;
+  constexpr float kFewWarpsTurn = 0.22f, kManyWarpsTurn = 0.65f;
+  constexpr float kCluster = 0.53f, kClusterParts = 0.3f, kClusters = 1.f, kClustersParts = 0.63f;
+  const bool few_warps = work.warps == kFewWarps;
   const auto turns = [&](int rows) {
     return std::ceil(static_cast<float>(rows) / work.rows_of_threads);
   };
@@ -83,15 +80,11 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
       if (blocks == 0) return 0.f;
       const bool by_twos = few_warps && blocks > alone;
       const int64_t sms = std::min<int64_t>(by_twos ? (blocks + 1) / 2 : blocks, work.sms);
-      const float bytes_of_sm = by_twos     ? kSmByTwos
-                                : few_warps ? (few_rows ? kFewWarpsFewRows : kFewWarpsManyRows)
-                                            : (few_rows ? kManyWarpsFewRows : kManyWarpsManyRows);
+      const float bytes_of_sm = by_twos ? kOfFewByTwos : few_warps ? kOfFewWarps : kOfManyWarps;
       // Tiles of the same key head read their keys from memory once.
-      const float of_memory =
-          (by_twos ? kBytesByTwos : kBytes) * static_cast<float>(work.row_tiles);
-      return (few_warps ? kFewWarpsEnds : kManyWarpsEnds) +
-             static_cast<float>(block_steps * step_keys * work.key_bytes * blocks) /
-                 std::min(of_memory, static_cast<float>(sms) * bytes_of_sm);
+      return kEnds + static_cast<float>(block_steps * step_keys * work.key_bytes * blocks) /
+                         std::min(kBytes * static_cast<float>(work.row_tiles),
+                                  static_cast<float>(sms) * bytes_of_sm);
     };
     const float slice_turns = turns((work.rows + cluster - 1) / cluster);
     for (int splits = cluster; splits < most_splits + cluster; splits += cluster) {

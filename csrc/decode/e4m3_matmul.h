@@ -23,13 +23,14 @@ template <int kCols>
 using ByteLayout = TileLayout<kCols / 2>;
 
 // Brings each 16 columns of a tile of 16-bit numbers into the order of the operands, in place, by
-// so many threads. q: (kRows, kHeadDim) in the order of TileLayout signs: the sign bits of two
-// numbers, to negate all; or 0
-template <int kRows, int kHeadDim>
-__device__ void order_queries(unsigned char* q, int threads, uint32_t signs = 0) {
+// all threads.
+// q: (kRows, kHeadDim) in the order of TileLayout
+// signs: the sign bits of two numbers, to negate all; or 0
+template <int kThreads, int kRows, int kHeadDim>
+__device__ void order_queries(unsigned char* q, uint32_t signs = 0) {
   using Layout = TileLayout<kHeadDim>;
   constexpr int kBlocks = kHeadDim / 16;
-  for (int i = threadIdx.x; i < kRows * kBlocks; i += threads) {
+  for (int i = threadIdx.x; i < kRows * kBlocks; i += kThreads) {
     const int row = i / kBlocks, chunk = i % kBlocks * 2;
     auto& first = *reinterpret_cast<uint4*>(q + Layout::offset(row, chunk));
     auto& second = *reinterpret_cast<uint4*>(q + Layout::offset(row, chunk + 1));

@@ -10,22 +10,22 @@
 
 namespace flash::decode {
 
-// A warp's blocks of kBlockN keys of one head of a sequence: from key `first` on one each
-// `step_keys`, as far as they begin before `end`. Blocks are loaded in order, of each first the
-// keys and then the values. Rows from `end` on become zero and are not read.
+// A warp's blocks of kBlockN keys of one head of a sequence: from key `first` on each kWarps-th, as
+// far as they begin before `end`. Blocks are loaded in order, of each first the keys and then the
+// values. Rows from `end` on become zero and are not read.
 //
 // Each lane knows the place of one of 32 rows, and gives it to the lanes that copy the row. So
 // pages may have any size, and what the block table says is asked for 32 rows in advance.
-template <typename Config>
+template <typename Config, int kWarps>
 class KeyLoader {
   using KV = typename Config::KV;
-  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kBlockN = Config::kBlockN, kStepKeys = kWarps * kBlockN;
   static_assert(32 % kBlockN == 0);
 
  public:
   // sequence: not empty if first < end. page_shift: log2 of the page size, or -1
   __device__ KeyLoader(const ForwardParams& params, const Sequence& sequence, int batch,
-                       int head_kv, int page_shift, int first, int end, int step_keys, int lane)
+                       int head_kv, int page_shift, int first, int end, int lane)
       : params_(params),
         table_(params.block_table == nullptr
                    ? nullptr
@@ -35,7 +35,6 @@ class KeyLoader {
         head_kv_(head_kv),
         page_shift_(page_shift),
         end_(end),
-        step_keys_(step_keys),
         lane_(lane),
         key_(first) {
     if (key_ >= end_) return;
@@ -62,7 +61,7 @@ class KeyLoader {
   // Of the row that is `ahead` and the lane behind the warp's next.
   __device__ Place find(int ahead) const {
     const int i = ahead + lane_;
-    const int key = key_ + i / kBlockN * step_keys_ + i % kBlockN;
+    const int key = key_ + i / kBlockN * kStepKeys + i % kBlockN;
     const int row = k_first_ + min(key, end_ - 1);
     if (table_ == nullptr) return {k_batch_, row};
     const int page = page_shift_ >= 0 ? row >> page_shift_ : row / params_.page_size;
@@ -99,7 +98,7 @@ class KeyLoader {
 
   // To the next block.
   __device__ void advance() {
-    key_ += step_keys_;
+    key_ += kStepKeys;
     first_lane_ = (first_lane_ + kBlockN) % 32;
     if (first_lane_ > 0 || key_ >= end_) return;
     place_ = next_place_;
@@ -108,7 +107,7 @@ class KeyLoader {
 
   const ForwardParams& params_;
   const int* const table_;  // (pages of a sequence), or null: not paged
-  const int k_batch_, k_first_, head_kv_, page_shift_, end_, step_keys_, lane_;
+  const int k_batch_, k_first_, head_kv_, page_shift_, end_, lane_;
   int key_;                       // first key of the block
   int first_lane_ = 0;            // that knows the place of the block's first row
   Place place_{}, next_place_{};  // of one of 32 rows, and of the 32 rows behind them

@@ -94,7 +94,7 @@ void check() {
   }
   run_lanes(32, [&](int i) {
     const int g = i / 4, t = i % 4;
-    decode::order_queries<kRows, kHeadDim>(shared_memory, 32);
+    decode::order_queries<32, kRows, kHeadDim>(shared_memory);
     meet();
     float scores[1][kKeys / 8][4], out[1][kHeadDim / 8][4] = {};
     decode::compute_e4m3_scores<T, kHeadDim>(scores, 0, k_tile, i);
