@@ -141,6 +141,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB a GPU" if on_gpu else "",
             sep="",
         )
+    if not on_gpu:
+        # PyTorch 2.4 ends gloo's threads while it holds the interpreter's lock, which a thread that
+        # drops the last sum's tensor wants. Here all are done with theirs.
+        dist.barrier()
     dist.destroy_process_group()
 
 
