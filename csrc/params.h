@@ -144,10 +144,11 @@ struct ForwardParams : AttentionParams {
   // Parts into which the keys of a tile are divided, each for another thread block; 0: the kernel
   // chooses.
   int num_splits;
-  // What the parts leave for the last of them, which merges them: outputs and rows' statistics, in
-  // the order of accumulators (sm90/split.cuh) or of rows (decode/decode_kernel.cuh).
+  // Of the operation "decode": what the parts leave for the last of them, which merges them,
+  // outputs and rows' statistics.
   float *partial_out, *partial_rows;
-  // (kKeptZero): count the parts of a tile that are done. In the forward the first hands out tiles.
+  // (kKeptZero): in a forward the first hands out tiles; in "decode" they count the parts of a tile
+  // that are done.
   int* counters;
 
   // Of the operation "decode", where the stream's kernel before it appends to the cache: how many

@@ -432,8 +432,8 @@ def flash_attn_with_kvcache(
     rotary_interleaved : bool
         True rotates pairs (2i, 2i + 1) (GPT-J), False pairs (i, i + rotary_dim / 2) (GPT-NeoX).
     num_splits : int
-        Thread blocks that share one sequence's cache; 0 lets the library choose. Only the speed
-        depends on it.
+        Thread blocks that share one sequence's cache; 0 lets the library choose. If it is given, a
+        sequence's result has the same bits whatever else is in the batch.
     q_descale, k_descale, v_descale : (batch, nheads_kv) float32, optional
         Of tensors in float8_e4m3fn: an element stands for itself times the descale of the batch row
         that reads it, and of its head; None means 1. What is appended is divided by it and rounded

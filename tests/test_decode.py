@@ -89,7 +89,7 @@ def assert_counters_are_zero() -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
 @pytest.mark.parametrize("features", ["plain", "everything"])
 def test_each_kernel_for_the_sanitizer(device, features, dtype, headdims):
-    """One and two row tiles, few and many warps, whole and divided keys."""
+    """One and two row tiles, whole and divided keys."""
     options = options_of(features, 3, 8, device) | {"dtype": dtype, "device": device}
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
     for seqlen_q, parts in ((1, 1), (3, 3), (5, 2)):
@@ -138,7 +138,7 @@ def test_more_rows_than_a_tile(device, mask, headdims):
 @of_each_kernel
 @pytest.mark.parametrize("page_size", [None, 1, 16])
 def test_each_tile(device, page_size, headdims):
-    """One and two row tiles, few and many warps, whole and divided keys."""
+    """One and two row tiles, whole and divided keys."""
     sizes = {"nheads": 8, "headdim": headdims[0], "headdim_v": headdims[1], "page_size": page_size}
     cases = [
         decode([0, 33, 600], seqlen_q, 0, 610, **sizes, device=device, causal=True, **BF16)
@@ -271,32 +271,48 @@ def test_keys_before_the_window_are_not_read(device, parts, page_size):
             torch.testing.assert_close(found, result, rtol=1e-2, atol=1e-2)
 
 
+def assert_mates_change_no_bit(case: Decode, **arguments: Any) -> None:
+    """A sequence alone gives what it gives among others."""
+    problem = case.attention
+    together = call_kvcache(case, **arguments)
+    for b in range(len(case.cache_seqlens)):
+        table = problem.storage.block_table
+        if table is None:
+            alone = {"k": problem.k[b : b + 1], "v": problem.v[b : b + 1]}
+        else:
+            storage = replace(problem.storage, block_table=table[b : b + 1].contiguous())
+            alone = {"storage": storage}
+        one = replace(problem, q=problem.q[b : b + 1], **alone)
+        lengths = case.cache_seqlens[b : b + 1]
+        for x, y in zip(
+            call_kvcache(replace(case, attention=one, cache_seqlens=lengths), **arguments),
+            together,
+            strict=True,
+        ):
+            assert torch.equal(x[0], y[b])
+
+
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("options", ["plain", "causal", "softcap", "alibi", "sinks"])
 def test_batch_mates_change_no_bit(device, options, page_size, headdim):
-    """With as many parts, a sequence alone gives what it gives among others."""
     given = options_of(options, 4, 8, device) | BF16 | {"device": device, "page_size": page_size}
     case = decode([777, 0, 1000, 65], 2, 0, 1001, nheads=8, headdim=headdim, **given)
-    problem = case.attention
     for parts in (1, 2, 6):
         with splits(parts):
-            together = call_kvcache(case)
-            for b in range(4):
-                table = problem.storage.block_table
-                if table is None:
-                    alone = {"k": problem.k[b : b + 1], "v": problem.v[b : b + 1]}
-                else:
-                    storage = replace(problem.storage, block_table=table[b : b + 1].contiguous())
-                    alone = {"storage": storage}
-                one = replace(problem, q=problem.q[b : b + 1], **alone)
-                lengths = case.cache_seqlens[b : b + 1]
-                for x, y in zip(
-                    call_kvcache(replace(case, attention=one, cache_seqlens=lengths)),
-                    together,
-                    strict=True,
-                ):
-                    assert torch.equal(x[0], y[b])
+            assert_mates_change_no_bit(case)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("seqlen_q", [40, 300])
+def test_batch_mates_of_forwards_change_no_bit(device, seqlen_q, page_size):
+    """What num_splits fixes holds where rows are too many for a decode kernel."""
+    given = BF16 | {"device": device, "page_size": page_size, "causal": True}
+    lengths = [777, 0, 1000, 65, 130, 2, 999, 400]
+    case = decode(lengths, seqlen_q, 0, 1001, nheads=8, headdim=128, **given)
+    with cuda.changed_setting("decode", None):
+        for parts in (1, 3, 40):
+            assert_mates_change_no_bit(case, num_splits=parts)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -33,20 +33,7 @@ __device__ void add_part(float (&x)[kRowTiles][kColTiles][4], const float4* part
   }
 }
 
-// After leaving: whether this warp is the last of all parts. The counter is zero again then.
-__device__ inline bool is_last_part(int* counter, int parts, int lane) {
-  __threadfence();
-  __syncwarp();
-  int before = 0;
-  if (lane == 0) before = atomicAdd(counter, 1);
-  before = __shfl_sync(0xffffffff, before, 0);
-  if (before != parts - 1) return false;
-  if (lane == 0) *counter = 0;
-  __threadfence();
-  return true;
-}
-
-// The same of a thread block.
+// After leaving: whether this thread block is the last of all. The counter is zero again then.
 __device__ inline bool is_last_block(int* counter, int parts) {
   __threadfence();
   bool is_last = false;

@@ -12,20 +12,16 @@
 
 namespace flash::decode {
 
+constexpr int kWarps = 4;
 // Parts into which the keys of a tile are divided at most.
 constexpr int kMostSplits = 256;
 
-// Tile shapes: one or two row tiles of 16 rows, on Hopper by few warps or by many. Where two row
-// tiles would spill, further thread blocks take the rows that are left.
-constexpr int kFewWarps = 4, kManyWarps = 8;
-constexpr int count_row_tiles(int headdim_v) { return headdim_v <= 128 ? 2 : 1; }
-constexpr int count_tiles(int headdim_v, bool hopper) {
-  return count_row_tiles(headdim_v) * (hopper ? 2 : 1);
-}
+// Tile shapes: one or two row tiles of 16 rows. Where two would spill, further thread blocks take
+// the rows that are left.
+constexpr int count_tiles(int headdim_v) { return headdim_v <= 128 ? 2 : 1; }
 
-// kHopper_: in clusters, launched with programmatic stream serialization. An SM there has room for
-// eight warps, in one thread block or two, with 24 KB of keys and values under way for each;
-// elsewhere one thread block of four fits 99 KB.
+// kHopper_: in clusters. An SM there has room for two thread blocks with 24 KB of keys and values
+// under way for each warp; elsewhere one thread block fits 99 KB.
 template <typename T_, typename KV_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
           int kRowTiles_, bool kHopper_>
 struct DecodeConfig {
@@ -41,11 +37,12 @@ struct DecodeConfig {
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr bool kHopper = kHopper_;
   static constexpr int kMostCluster = kHopper ? 16 : 1;  // thread blocks
-  static constexpr int kMostThreads = 32 * (kHopper ? kManyWarps : kFewWarps);
-  static constexpr int kBlocksPerSm = kHopper ? 1 : 2;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBlocksPerSm = 2;
   // Keys of a step of a warp. Of e4m3 as many as have the bytes of others, unless they would spill.
   static constexpr bool kWideStep = kHeadDim * kRowTiles < 256 && kHeadDim <= 128;
   static constexpr int kBlockN = kHeadDim == 32 || (kIsE4m3 && kWideStep) ? 32 : 16;
+  static constexpr int kStepKeys = kWarps * kBlockN;  // of all warps
 
   // A slot of a warp's ring holds a block of keys or of values.
   static constexpr int kSlotElements = kBlockN * (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV);
@@ -59,7 +56,6 @@ struct DecodeConfig {
   // different banks; with 16, those that write four.
   static constexpr int kOutStride = kHeadDimV + (kIsE4m3 ? 16 : 8);
 
-  template <int kWarps>
   struct SharedStorage {
     alignas(128) T q[kRows * kHeadDim];  // in the order of TileLayout
     union {
@@ -68,14 +64,12 @@ struct DecodeConfig {
     };
     float2 rows[kWarps][kRows], merged[kRows];  // references and sums: of warps, of all of them
   };
-
-  // Of shared memory of a thread block. alone: so much that it has an SM to itself
-  static constexpr size_t shared_bytes(int warps, bool alone) {
-    const size_t bytes = warps == kManyWarps
-                             ? sizeof(SharedStorage < kHopper ? kManyWarps : kFewWarps >)
-                             : sizeof(SharedStorage<kFewWarps>);
-    return alone && kHopper && bytes < 116 * 1024 ? 116 * 1024 : bytes;
-  }
+  static constexpr size_t kSharedBytes = sizeof(SharedStorage);
+  // So much that one thread block fills an SM.
+  static constexpr size_t kBytesAlone = kHopper ? 116 * 1024 : kSharedBytes;
+  // An SM has 228 KB on Hopper and keeps 1 KB for each thread block.
+  static_assert(kHopper ? kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024
+                        : kSharedBytes <= 99 * 1024);
 };
 
 }  // namespace flash::decode

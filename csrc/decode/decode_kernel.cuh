@@ -14,14 +14,11 @@
 // sm80/forward_kernel.cuh.
 #pragma once
 
-#include <cfloat>
-#include <type_traits>
-
 #include "common/e4m3.h"
 #include "common/fragment.h"
 #include "common/gaps.h"
 #include "common/mask.h"
-#include "common/pack.h"
+#include "common/merge.h"
 #include "common/parts.h"
 #include "common/range.h"
 #include "common/scores.h"
@@ -51,7 +48,6 @@ struct DecodeSchedule {
   int group;                   // query heads that read the same keys
   int row_tiles;               // of a key head
   int rows;                    // of a tile at most
-  int warps;                   // of a thread block
   int page_shift;              // log2 of the page size, or -1
   int first_batch;             // of the launch
 };
@@ -75,12 +71,12 @@ struct TileRows {
 
 // Starts the copy of the tile's queries, by all threads. Rows that hold no query become zero.
 // q: shared address
-template <typename Config, int kWarps>
+template <typename Config>
 __device__ void load_queries(const ForwardParams& params, const Sequence& sequence,
                              const TileRows& tile, uint32_t q) {
   using T = typename Config::T;
   using Layout = TileLayout<Config::kHeadDim>;
-  for (int i = threadIdx.x; i < Config::kRows * Layout::kChunks; i += 32 * kWarps) {
+  for (int i = threadIdx.x; i < Config::kRows * Layout::kChunks; i += Config::kThreads) {
     const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
     const T* const source = rows_of<const T>(
         params.q, sequence.q_batch, sequence.q_first + tile.query_of(row), tile.head_of(row));
@@ -89,70 +85,10 @@ __device__ void load_queries(const ForwardParams& params, const Sequence& sequen
   }
 }
 
-// What some parts have in sum of four columns of a row: the output relative to `reference`, and the
-// sum of the row.
-struct Merged {
-  float4 out;
-  float reference, sum;
-};
-
-// Merges parts in their order. row_of(part) returns its reference and sum, out_of(part) its output;
-// kAtOnce are read at a time.
-template <int kAtOnce, typename RowOf, typename OutOf>
-__device__ Merged merge(int parts, RowOf row_of, OutOf out_of) {
-  Merged all{make_float4(0.f, 0.f, 0.f, 0.f), -FLT_MAX, 0.f};
-#pragma unroll 1
-  for (int first = 0; first < parts; first += kAtOnce) {
-    float2 rows[kAtOnce];
-    float4 outs[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const bool is_part = first + i < parts;
-      rows[i] = is_part ? row_of(first + i) : make_float2(-FLT_MAX, 0.f);
-      outs[i] = is_part ? out_of(first + i) : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-    float reference = all.reference;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) reference = fmaxf(reference, rows[i].x);
-    const float before = ptx::ex2(all.reference - reference);
-    float4& x = all.out;
-    x.x *= before, x.y *= before, x.z *= before, x.w *= before;
-    all.sum *= before;
-    all.reference = reference;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const float factor = ptx::ex2(rows[i].x - reference);
-      const float4& y = outs[i];
-      x.x += factor * y.x, x.y += factor * y.y, x.z += factor * y.z, x.w += factor * y.w;
-      all.sum += factor * rows[i].y;
-    }
-  }
-  return all;
-}
-
-// Writes four columns of a row.
-// value_unit: what the output is to be multiplied by
-template <typename Config>
-__device__ void store_result(const ForwardParams& params, const Sequence& sequence,
-                             const TileRows& tile, int row, int col, const Merged& x,
-                             float value_unit) {
-  using T = typename Config::T;
-  const int head = tile.head_of(row), place = sequence.q_first + tile.query_of(row);
-  const RowEnd end = end_of_row(x.reference, x.sum, value_unit);
-  if (col == 0) {
-    params.lse[sequence.q_batch * params.lse_batch_stride + head * params.lse_head_stride + place] =
-        end.lse;
-  }
-  if (col >= params.headdim_v) return;
-  *reinterpret_cast<uint2*>(rows_of<T>(params.out, sequence.q_batch, place, head) + col) =
-      make_uint2(pack(x.out.x * end.factor, x.out.y * end.factor, T()),
-                 pack(x.out.z * end.factor, x.out.w * end.factor, T()));
-}
-
 // Leaves the warps' softmax and output in shared memory. The ring is not in use any more.
-template <typename Config, int kWarps>
-__device__ void leave_warps(typename Config::template SharedStorage<kWarps>& shared,
-                            const TileRows& tile, SoftmaxState<Config::kRowTiles>& softmax,
+template <typename Config>
+__device__ void leave_warps(typename Config::SharedStorage& shared, const TileRows& tile,
+                            SoftmaxState<Config::kRowTiles>& softmax,
                             const float (&out)[Config::kRowTiles][Config::kHeadDimV / 8][4],
                             int warp, int lane) {
   WarpTeam().sum(softmax.sum);
@@ -171,12 +107,7 @@ __device__ void leave_warps(typename Config::template SharedStorage<kWarps>& sha
         target[n * 2] = columns_of(out[r / 2][n], out[r / 2][n + 1], r % 2);
       }
     } else {
-      auto* const target = reinterpret_cast<float2*>(shared.out[warp][row]) + lane % 4;
-#pragma unroll
-      for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-        const float* const pair = &out[r / 2][n][r % 2 * 2];
-        target[n * 4] = make_float2(pair[0], pair[1]);
-      }
+      leave_row(shared.out[warp][row], out[r / 2], r % 2, lane);
     }
   }
   __syncthreads();
@@ -184,10 +115,10 @@ __device__ void leave_warps(typename Config::template SharedStorage<kWarps>& sha
 
 // Calls function(row, four) for groups of four columns of the tile's rows, by all threads: for each
 // of so many thread blocks another slice of the rows.
-template <typename Config, int kWarps, typename Function>
+template <typename Config, typename Function>
 __device__ void for_each_four(const TileRows& tile, int slice, int slices, Function function) {
   constexpr int kFours = Config::kHeadDimV / 4;
-  for (int i = threadIdx.x;; i += 32 * kWarps) {
+  for (int i = threadIdx.x;; i += Config::kThreads) {
     const int row = slice + i / kFours * slices;
     if (row >= tile.rows) return;
     function(row, i % kFours);
@@ -195,16 +126,16 @@ __device__ void for_each_four(const TileRows& tile, int slice, int slices, Funct
 }
 
 // One part of the keys of one tile.
-template <typename Config, int kWarps>
+template <typename Config>
 __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedule, int batch,
-                       float scale_log2, typename Config::template SharedStorage<kWarps>& shared,
-                       int warp, int lane) {
+                       float scale_log2, typename Config::SharedStorage& shared, int warp,
+                       int lane) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   constexpr int kRowTiles = Config::kRowTiles, kRows = Config::kRows;
   constexpr int kBlockN = Config::kBlockN, kColTiles = kBlockN / 8;
-  constexpr int kStepKeys = kWarps * kBlockN, kSlots = Config::kSlots;
+  constexpr int kStepKeys = Config::kStepKeys, kSlots = Config::kSlots;
 
   // Indices. What needs no division needs none: the first load waits for all of this.
   const int part = blockIdx.y;
@@ -241,8 +172,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   // than that are read while it runs.
   const uint32_t q = shared_address(shared.q), ring = shared_address(shared.ring[warp]);
   const auto slot_at = [ring](int i) { return ring + i * Config::kSlotBytes; };
-  KeyLoader<Config, kWarps> loader(params, sequence, batch, head_kv, schedule.page_shift,
-                                   warp_begin, part_end, lane);
+  KeyLoader<Config> loader(params, sequence, batch, head_kv, schedule.page_shift, warp_begin,
+                           part_end, lane);
   const auto load_block = [&](int i) {
     loader.template load<false>(slot_at(i));
     if (i + 1 < kSlots) loader.template load<true>(slot_at(i + 1));
@@ -257,12 +188,12 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     }
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
-    load_queries<Config, kWarps>(params, sequence, tile, q);
+    load_queries<Config>(params, sequence, tile, q);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
   } else {
     loader.template load<false>(slot_at(0));
-    load_queries<Config, kWarps>(params, sequence, tile, q);
+    load_queries<Config>(params, sequence, tile, q);
     loader.template load<true>(slot_at(1));
 #pragma unroll 1
     for (int i = 2; i < kSlots; i += 2) load_block(i);
@@ -300,7 +231,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   ptx::cp_async_wait<kSlots - 2>();
   __syncthreads();  // the queries have arrived
   if constexpr (Config::kIsE4m3) {
-    order_queries<32 * kWarps, kRows, kHeadDim>(reinterpret_cast<unsigned char*>(shared.q), signs);
+    order_queries<Config::kThreads, kRows, kHeadDim>(reinterpret_cast<unsigned char*>(shared.q),
+                                                     signs);
     __syncthreads();  // they are in order
   }
   int slot = 0;
@@ -370,25 +302,26 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
 
   // Epilogue. The warps merge, then the thread blocks of a cluster, then clusters.
   constexpr int kFours = kHeadDimV / 4;
-  leave_warps<Config, kWarps>(shared, tile, softmax, out, warp, lane);
+  leave_warps<Config>(shared, tile, softmax, out, warp, lane);
   const auto of_warps = [&](int row, int four) {
     return merge<kWarps>(
         kWarps, [&](int i) { return shared.rows[i][row]; },
         [&](int i) { return shared.out[i][row][four]; });
   };
   const auto store = [&](int row, int four, const Merged& x) {
-    store_result<Config>(params, sequence, tile, row, four * 4, x, value_unit);
+    store_merged<T>(params, sequence, tile.query_of(row), tile.head_of(row), four * 4, x,
+                    value_unit);
   };
   if (part_steps >= steps) {  // there is one part
-    for_each_four<Config, kWarps>(
-        tile, 0, 1, [&](int row, int four) { store(row, four, of_warps(row, four)); });
+    for_each_four<Config>(tile, 0, 1,
+                          [&](int row, int four) { store(row, four, of_warps(row, four)); });
     return;
   }
   const int parts_used = (steps + part_steps - 1) / part_steps;  // the others have no keys
   const int clusters_used = (parts_used + cluster - 1) / cluster;
   const int ranks_used = min(cluster, parts_used - (part - rank));
   if constexpr (Config::kHopper) {
-    for_each_four<Config, kWarps>(tile, 0, 1, [&](int row, int four) {
+    for_each_four<Config>(tile, 0, 1, [&](int row, int four) {
       const Merged x = of_warps(row, four);
       shared.out[0][row][four] = x.out;
       if (four == 0) shared.merged[row] = make_float2(x.reference, x.sum);
@@ -408,7 +341,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   const int64_t first_stored = int64_t{1} * place * schedule.clusters * schedule.rows;
   const auto stored_rows = reinterpret_cast<float2*>(params.partial_rows) + first_stored;
   const auto stored_out = reinterpret_cast<float4*>(params.partial_out) + first_stored * kFours;
-  for_each_four<Config, kWarps>(tile, rank, cluster, [&](int row, int four) {
+  for_each_four<Config>(tile, rank, cluster, [&](int row, int four) {
     const Merged x = of_cluster(row, four);
     if (clusters_used == 1) return store(row, four, x);
     const int stored = part / cluster * schedule.rows + row;
@@ -417,7 +350,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   });
   if constexpr (Config::kHopper) ptx::cluster_arrive();
   if (clusters_used > 1 && is_last_block(params.counters + place * cluster + rank, clusters_used)) {
-    for_each_four<Config, kWarps>(tile, rank, cluster, [&](int row, int four) {
+    for_each_four<Config>(tile, rank, cluster, [&](int row, int four) {
       const auto stored = [&](int i) { return i * schedule.rows + row; };
       store(row, four,
             merge<8>(
@@ -431,31 +364,18 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
 // Grid: (nheads_kv * row_tiles, parts, sequences of the launch), in clusters of parts: see
 // prepare_kernel. params.window_left and window_right are bounded_window's.
 template <typename Config>
-__global__ void __launch_bounds__(Config::kMostThreads, Config::kBlocksPerSm)
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     decode_kernel(const __grid_constant__ ForwardParams params,
                   const __grid_constant__ DecodeSchedule schedule, float scale_log2) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  if (Config::kHopper && !follows_append<Config>(params)) {
-    ptx::wait_for_earlier_kernels();
-    ptx::let_next_kernel_start();
-  }
-  const auto attend_by = [&](auto warps) {
-    constexpr int kWarps = decltype(warps)::value;
-    auto& shared =
-        *reinterpret_cast<typename Config::template SharedStorage<kWarps>*>(shared_bytes);
-    attend<Config, kWarps>(params, schedule, schedule.first_batch + blockIdx.z, scale_log2, shared,
-                           warp, lane);
-  };
-  if (Config::kHopper && schedule.warps == kManyWarps) {
-    attend_by(std::integral_constant<int, Config::kHopper ? kManyWarps : kFewWarps>());
-  } else {
-    attend_by(std::integral_constant<int, kFewWarps>());
-  }
+  if (Config::kHopper && !follows_append<Config>(params)) ptx::let_next_kernel_start();
+  attend<Config>(params, schedule, schedule.first_batch + blockIdx.z, scale_log2, shared, warp,
+                 lane);
   if (params.cu_seqlens_q != nullptr && blockIdx.y == 0) {
-    const int warps = blockDim.x / 32;
-    clear_gaps<typename Config::T>(params, (blockIdx.z * gridDim.x + blockIdx.x) * warps + warp,
-                                   gridDim.z * gridDim.x * warps, lane);
+    clear_gaps<typename Config::T>(params, (blockIdx.z * gridDim.x + blockIdx.x) * kWarps + warp,
+                                   gridDim.z * gridDim.x * kWarps, lane);
   }
 }
 

@@ -6,42 +6,37 @@
 #include <cmath>
 #include <cstdint>
 
-#include "decode/decode_config.cuh"
 #include "host/known_sequences.h"
 #include "params.h"
 
 namespace flash::decode {
 
 struct DecodePlan {
-  int warps;     // of a thread block
-  int splits;    // parts of a tile's keys at most
-  int cluster;   // thread blocks of a cluster; a power of two
-  int clusters;  // of a tile
-  float time = INFINITY;
+  int splits;             // parts of a tile's keys at most
+  int cluster;            // thread blocks of a cluster; a power of two
+  int clusters;           // of a tile
+  float time = INFINITY;  // microseconds
 
-  DecodePlan(int warps, int splits, int cluster)
-      : warps(warps),
-        splits(splits),
-        cluster(cluster),
-        clusters((splits + cluster - 1) / cluster) {}
+  DecodePlan(int splits, int cluster)
+      : splits(splits), cluster(cluster), clusters((splits + cluster - 1) / cluster) {}
 };
 
 // With so many parts, whatever the launch: as few clusters as can be.
-inline DecodePlan plan_of_splits(int warps, int splits, int most_cluster) {
+inline DecodePlan plan_of_splits(int splits, int most_cluster) {
   int cluster = 1;
   while (cluster < splits && cluster < most_cluster) cluster *= 2;
-  return {warps, splits, cluster};
+  return {splits, cluster};
 }
 
 // What a launch has to do, without regard to parts.
 struct DecodeWork {
-  int row_tiles;  // of a key head, which read the same keys
   int64_t tiles;
+  int same_keys;          // tiles that read the same keys
+  bool two_row_tiles;     // of the kernel
   int rows;               // of a tile
-  int warps;              // of a thread block
-  float rows_of_threads;  // that it merges at a time
-  int block_keys;         // of a step of a warp
-  int64_t key_bytes;      // of a key and its value
+  float rows_of_threads;  // that a thread block merges at a time
+  int step_keys;          // of a thread block
+  int64_t step_bytes;     // of K and V
   int most_splits, most_cluster;
   int sms;
 };
@@ -49,58 +44,57 @@ struct DecodeWork {
 // slots_of(cluster, alone): thread blocks that run at a time, each alone on its SM or not
 template <typename SlotsOf>
 DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, SlotsOf slots_of) {
-  const int step_keys = work.warps * work.block_keys;
   int64_t steps = 1;
   for (const KnownSequences& x : known_sequences(params)) {
-    steps = std::max(steps, x.steps(0, x.queries(), step_keys));
+    steps = std::max(steps, x.steps(0, x.queries(), work.step_keys));
   }
   const int most_splits = static_cast<int>(std::min<int64_t>(steps, work.most_splits));
   if (params.num_splits > 0) {
-    return plan_of_splits(work.warps, std::min(params.num_splits, most_splits), work.most_cluster);
+    return plan_of_splits(std::min(params.num_splits, most_splits), work.most_cluster);
   }
 
-  // Fitted to an H200: 1 to 512 tiles of 1 to 32 rows, 512 to 64k keys. Microseconds; bytes of a
-  // microsecond from memory, and of an SM by how its warps come.
-  constexpr float kEnds = 3.3f, kBytes = 4.2e6f;
-  constexpr float kOfFewWarps = 53e3f, kOfManyWarps = 64e3f, kOfFewByTwos = 42e3f;
-  // To merge what the warps have, for each turn of the threads; a cluster and several of them, each
-  // once and for 8 parts of a thread's columns.
-  constexpr float kFewWarpsTurn = 0.22f, kManyWarpsTurn = 0.65f;
-  constexpr float kCluster = 0.53f, kClusterParts = 0.3f, kClusters = 1.f, kClustersParts = 0.63f;
-  const bool few_warps = work.warps == kFewWarps;
+  // Fitted to an H200, behind a product of a matrix and a vector: 1 to 512 tiles, 1k to 64k keys.
+  // Microseconds; bytes of a microsecond from memory, from the L2 cache, of an SM with one thread
+  // block and with two. Small pages come slower to one.
+  constexpr float kBytes = 4.64e6f, kCacheBytes = 7.9e6f, kSmallPages = 0.93f;
+  const float ends = work.two_row_tiles ? 4.7f : 4.f;
+  const float bytes_of_one = work.two_row_tiles ? 44.5e3f : 56e3f;
+  const float bytes_of_two = work.two_row_tiles ? 50e3f : 68e3f;
+  // To merge, for each turn of the threads: what the warps have, 8 parts of a cluster, and of 8
+  // clusters, which also takes some time once.
+  constexpr float kWarpsTurn = 0.25f, kClusterParts = 0.41f, kClustersParts = 1.f;
+  constexpr float kClusters = 1.f;
+  const bool small_pages = params.block_table != nullptr && params.page_size < work.step_keys;
   const auto turns = [&](int rows) {
     return std::ceil(static_cast<float>(rows) / work.rows_of_threads);
   };
-  DecodePlan best{work.warps, 1, 1};
+  DecodePlan best{1, 1};
   for (int cluster = 1; cluster <= work.most_cluster; cluster *= 2) {
     const int64_t slots = slots_of(cluster, false);
     const int64_t alone = cluster > 1 ? slots_of(cluster, true) : work.sms;
-    // Thread blocks of few warps that have no SM each fill SMs by twos.
     const auto round = [&](int64_t blocks, int64_t block_steps) {
       if (blocks == 0) return 0.f;
-      const bool by_twos = few_warps && blocks > alone;
-      const int64_t sms = std::min<int64_t>(by_twos ? (blocks + 1) / 2 : blocks, work.sms);
-      const float bytes_of_sm = by_twos ? kOfFewByTwos : few_warps ? kOfFewWarps : kOfManyWarps;
-      // Tiles of the same key head read their keys from memory once.
-      return kEnds + static_cast<float>(block_steps * step_keys * work.key_bytes * blocks) /
-                         std::min(kBytes * static_cast<float>(work.row_tiles),
-                                  static_cast<float>(sms) * bytes_of_sm);
+      const bool by_twos = blocks > alone;
+      const float block_bytes = static_cast<float>(block_steps * work.step_bytes);
+      // Tiles of the same keys read them from memory once.
+      const float bytes = std::min(kBytes * work.same_keys, kCacheBytes) *
+                          (small_pages && !by_twos ? kSmallPages : 1);
+      return ends + std::max(block_bytes * blocks / bytes,
+                             block_bytes * (by_twos ? 2 / bytes_of_two : 1 / bytes_of_one));
     };
     const float slice_turns = turns((work.rows + cluster - 1) / cluster);
     for (int splits = cluster; splits < most_splits + cluster; splits += cluster) {
       const int64_t block_steps = (steps + splits - 1) / splits;
-      const int64_t used = (steps + block_steps - 1) / block_steps;
-      if (used <= splits - cluster) continue;  // fewer parts do the same
-      DecodePlan plan{work.warps, splits, cluster};
+      if ((steps + block_steps - 1) / block_steps <= splits - cluster) continue;  // fewer do it
+      DecodePlan plan{splits, cluster};
       const int64_t blocks = work.tiles * splits;
-      plan.time = static_cast<float>(blocks / slots) * round(slots, block_steps) +
-                  round(blocks % slots, block_steps) +
-                  turns(work.rows) * (few_warps ? kFewWarpsTurn : kManyWarpsTurn);
-      const auto merge = [&](int parts, float once, float each) {
-        if (parts > 1) plan.time += once + each * slice_turns * static_cast<float>((parts + 7) / 8);
+      const auto merging = [&](int parts, float each) {
+        return parts > 1 ? each * slice_turns * static_cast<float>((parts + 7) / 8) : 0.f;
       };
-      merge(cluster, kCluster, kClusterParts);
-      merge(plan.clusters, kClusters, kClustersParts);
+      plan.time = static_cast<float>(blocks / slots) * round(slots, block_steps) +
+                  round(blocks % slots, block_steps) + turns(work.rows) * kWarpsTurn +
+                  merging(cluster, kClusterParts) + (plan.clusters > 1 ? kClusters : 0.f) +
+                  merging(plan.clusters, kClustersParts);
       if (plan.time < best.time) best = plan;
     }
   }

@@ -16,10 +16,10 @@ namespace flash::decode {
 //
 // Each lane knows the place of one of 32 rows, and gives it to the lanes that copy the row. So
 // pages may have any size, and what the block table says is asked for 32 rows in advance.
-template <typename Config, int kWarps>
+template <typename Config>
 class KeyLoader {
   using KV = typename Config::KV;
-  static constexpr int kBlockN = Config::kBlockN, kStepKeys = kWarps * kBlockN;
+  static constexpr int kBlockN = Config::kBlockN;
   static_assert(32 % kBlockN == 0);
 
  public:
@@ -61,7 +61,7 @@ class KeyLoader {
   // Of the row that is `ahead` and the lane behind the warp's next.
   __device__ Place find(int ahead) const {
     const int i = ahead + lane_;
-    const int key = key_ + i / kBlockN * kStepKeys + i % kBlockN;
+    const int key = key_ + i / kBlockN * Config::kStepKeys + i % kBlockN;
     const int row = k_first_ + min(key, end_ - 1);
     if (table_ == nullptr) return {k_batch_, row};
     const int page = page_shift_ >= 0 ? row >> page_shift_ : row / params_.page_size;
@@ -98,7 +98,7 @@ class KeyLoader {
 
   // To the next block.
   __device__ void advance() {
-    key_ += kStepKeys;
+    key_ += Config::kStepKeys;
     first_lane_ = (first_lane_ + kBlockN) % 32;
     if (first_lane_ > 0 || key_ >= end_) return;
     place_ = next_place_;

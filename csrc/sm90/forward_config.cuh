@@ -8,6 +8,7 @@
 #include "params.h"
 #include "sm90/forward_tile.h"
 #include "sm90/pipeline.cuh"
+#include "sm90/split.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
@@ -42,8 +43,6 @@ struct ForwardConfig {
   static constexpr int kValueStages =
       kStages - (kTerms == 2 && kHeadDimV_ > 96 && kHeadDimV_ <= 192);
   static constexpr int kQStages = kTile.q_stages;
-  // Whether a tile's keys can be divided: beside long sums of wide values, merging would spill.
-  static constexpr bool kDivides = !kQuantised || kHeadDimV_ <= 192;
 
   static constexpr int kStreams = kTile.streams;
 
@@ -68,10 +67,19 @@ struct ForwardConfig {
   static constexpr int kValueTile =
       kQuantised ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
 
+  using LongSums = uint32_t[kConsumerWarps][kHeadDimV / 8][kSumWords][32];  // long_sum.cuh
+  struct NoSums {};
+
   struct Storage {  // of a stream
-    alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
-    alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
-    alignas(1024) V v[kValueStages][kTerms][kValueTile];
+    union {
+      struct {
+        alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
+        alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
+        alignas(1024) V v[kValueStages][kTerms][kValueTile];
+        alignas(16) std::conditional_t<kQuantised, LongSums, NoSums> sums;
+      };
+      TilePart<kBlockM, kHeadDimV> part;  // in the end, if the tile's keys are divided
+    };
     Pipeline<kQStages> q_pipeline;
     Pipeline<kStages> k_pipeline;
     Pipeline<kValueStages> v_pipeline;
@@ -80,8 +88,7 @@ struct ForwardConfig {
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
   };
   struct QuantisedStorage : Storage {
-    BlockScales scales[kStages];                                              // filled with K
-    alignas(16) uint32_t sums[kConsumerWarps][kHeadDimV / 8][kSumWords][32];  // long_sum.cuh
+    BlockScales scales[kStages];  // filled with K
   };
   using SharedStorage = std::conditional_t<kQuantised, QuantisedStorage, Storage>;
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);

@@ -236,9 +236,6 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
 
 // ---- Consumers ---------------------------------------------------------------------------------
 
-// Ids of named barriers: a turn for each consumer warpgroup.
-enum NamedBarrier { kTurn = 1 };
-
 template <typename Config>
 __device__ void consume(const ForwardParams& params, const ForwardSchedule& schedule,
                         float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
@@ -316,9 +313,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     };
 
     Epilogue<Config> epilogue;
+    const auto scale = [&] { return kFull && dropout.enabled ? dropout.scale : 1.f; };
     const auto finish_softmax = [&] {
-      epilogue.finish_softmax(params, schedule, tile, softmax,
-                              kFull && dropout.enabled ? dropout.scale : 1.f, first_row, lane);
+      epilogue.finish_softmax(params, schedule, tile, softmax, scale(), first_row, lane);
     };
 
     const bool is_split = schedule.splits > 1;
@@ -369,8 +366,11 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     } else if (kFinishEarly && !is_split) {
       finish_softmax();
     }
-    if (!is_split || merge_tile<Config>(params, schedule, tile, softmax, out, first_row, lane)) {
-      if (!kFinishEarly || is_split) finish_softmax();
+    if (is_split) {
+      merge_tile<Config>(params, schedule, tile, shared.part, softmax, out, scale(), first_row,
+                         lane);
+    } else {
+      if (!kFinishEarly) finish_softmax();
       epilogue.store_output(params, out, lane);
     }
     if (!block.empty()) consumer.q_state.advance();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -119,38 +120,50 @@ MapsOf<Config> make_maps(const typename Config::Params& params, const ForwardSch
 }
 
 template <typename Config>
+constexpr size_t shared_bytes() {
+  return Config::kStreams * sizeof(typename Config::SharedStorage);
+}
+
+template <typename Config>
+void allow_launches() {
+  static std::atomic<uint64_t> devices{0}, wide_devices{0};
+  allow_shared_memory(forward_kernel<Config>, shared_bytes<Config>(), devices);
+  allow(forward_kernel<Config>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, wide_devices);
+}
+
+// Thread blocks that run at a time, in clusters of this size.
+template <typename Config>
+int slots_of(int cluster) {
+  if (cluster == 1) return multiprocessors();
+  static DeviceFacts known[kMostSplits + 1]{};
+  allow_launches<Config>();
+  return cluster * clusters_at_a_time(forward_kernel<Config>, dim3(cluster), Config::kThreads,
+                                      shared_bytes<Config>(), known[cluster]);
+}
+
+template <typename Config>
 using ForwardLauncher = std::function<void(const typename Config::Params&, cudaStream_t)>;
 
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
 ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspaces& wanted) {
   constexpr auto kKernel = forward_kernel<Config>;
-  constexpr size_t kSharedBytes = Config::kStreams * sizeof(typename Config::SharedStorage);
-  static std::atomic<uint64_t> devices{0};
-  allow_shared_memory(kKernel, kSharedBytes, devices);
+  constexpr size_t kSharedBytes = shared_bytes<Config>();
+  allow_launches<Config>();
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const int splits = params.num_splits;
+  const int splits = std::min(params.num_splits, kMostSplits);
   const ForwardSchedule schedule = make_schedule<Config>(params, splits);
   wanted.add_kept_zero("counters", params.counters);
-  if (splits > 1) {
-    const int64_t warps =
-        int64_t{1} * params.batch * schedule.heads * schedule.blocks * Config::kConsumerWarps;
-    if (1 + warps > kKeptZero) {
-      throw std::invalid_argument("num_splits: got " + std::to_string(splits) + " for " +
-                                  std::to_string(warps / Config::kConsumerWarps) +
-                                  " tiles; accepted: 1");
-    }
-    wanted.add("partial_out", params.partial_out, warps * splits * 16 * Config::kHeadDimV);
-    wanted.add("partial_rows", params.partial_rows, warps * splits * 32 * 4);
-  }
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t tiles =
       params.cu_seqlens_q == nullptr
           ? schedule.tickets()
           : (params.total_q / schedule.rows + int64_t{1} * params.batch) * schedule.heads * splits;
-  const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors()));
+  // The parts of a tile are a cluster, of which no thread block takes another.
+  const int grid =
+      static_cast<int>(splits > 1 ? tiles : std::min<int64_t>(tiles, multiprocessors()));
   const MapsOf<Config> prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
   return [=](const typename Config::Params& bound, cudaStream_t stream) {
@@ -159,8 +172,14 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspac
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
     if constexpr (Config::kTerms == 2) replace_address(maps.v_low, bound.v_low.data);
-    launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream,
-                       "launch of the sm90 forward kernel", bound, maps, schedule, scale_log2);
+    constexpr char kCall[] = "launch of the sm90 forward kernel";
+    if (splits == 1) {
+      launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream, kCall, bound, maps,
+                         schedule, scale_log2);
+    } else {
+      launch(std::array{overlapping(), in_clusters(dim3(splits))}, kKernel, grid, Config::kThreads,
+             kSharedBytes, stream, kCall, bound, maps, schedule, scale_log2);
+    }
   };
 }
 
@@ -175,7 +194,8 @@ struct ForwardRow {
   using Config = ForwardConfig<T, T, Out, kHeadDim, kHeadDimV, kFeatures, 1, kChoice>;
 
   static auto prepare(Params& params, Workspaces& wanted) {
-    const ForwardPlan plan = plan_forward(params, kFeatures, kHeadDim, kHeadDimV);
+    const ForwardPlan plan =
+        plan_forward(params, kFeatures, kHeadDim, kHeadDimV, slots_of<Config<0>>);
     params.num_splits = plan.splits;
     return prepare_choice<0>(plan.tile, params, wanted);
   }

@@ -11,6 +11,8 @@
 #include "common/softmax.h"
 #include "common/warp.h"
 #include "params.h"
+#include "ptx/cluster.h"
+#include "ptx/named_barrier.h"
 #include "ptx/opaque.h"
 #include "sm90/forward_config.cuh"
 #include "sm90/key_blocks.cuh"
@@ -23,6 +25,9 @@
 #include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
+
+// Ids of named barriers: of the consumers of a tile; a turn for each of their warpgroups.
+enum NamedBarrier { kMerge = 1, kTurn };
 
 // Boxes have kBoxCols<T> columns; outside the tensors they read zeros.
 struct ForwardMaps {
@@ -201,20 +206,45 @@ struct Epilogue {
   }
 };
 
-// Leaves a warp's part of a tile; merges the parts and returns true if it is the last.
+// By the consumers of a tile whose keys are divided, in the end: merges its parts and stores rows.
+// scale: of the output
 template <typename Config>
-__device__ bool merge_tile(const ForwardParams& params, const ForwardSchedule& schedule,
-                           const Tile& tile, SoftmaxState<1>& softmax,
-                           float (&out)[1][Config::kHeadDimV / 8][4], int first_row, int lane) {
-  constexpr int kOutTiles = Config::kHeadDimV / 8;
-  const int warp = first_row / 16;
-  const int head = ptx::opaque(tile.batch) * schedule.heads + tile.head;
-  const int place = (head * schedule.blocks + tile.block) * Config::kConsumerWarps + warp;
-  const int64_t first = int64_t{1} * place * schedule.splits * 32;
-  const SplitSlot slot{reinterpret_cast<float4*>(params.partial_out) + first * kOutTiles,
-                       reinterpret_cast<float4*>(params.partial_rows) + first,
-                       params.counters + 1 + place};
-  return merge_parts(slot, tile.part, schedule.splits, softmax, out, lane);
+__device__ void merge_tile(const ForwardParams& params, const ForwardSchedule& schedule,
+                           const Tile& tile, TilePart<Config::kBlockM, Config::kHeadDimV>& mine,
+                           SoftmaxState<1>& softmax,
+                           const float (&out)[1][Config::kHeadDimV / 8][4], float scale,
+                           int first_row, int lane) {
+  constexpr int kThreads = Config::kConsumers * kWarpgroup, kFours = Config::kHeadDimV / 4;
+  ptx::bar_sync(kMerge, kThreads);  // all are done with the keys
+  mine.leave(softmax, out, first_row, lane);
+  ptx::cluster_sync();
+  const Sequence sequence(params, tile.batch);
+  const int queries = min(schedule.rows, sequence.seqlen_q - tile.block * schedule.rows);
+  float sink = -INFINITY;
+  if constexpr (Config::kQuantised) {
+    scale *= descale_of(params.v_descale, tile.batch, tile.head_kv);
+  }
+  for (int i = threadIdx.x;; i += kThreads) {
+    const int row = tile.part + i / kFours * schedule.splits, four = i % kFours;
+    if (row >= queries * schedule.group) break;
+    const int query = schedule.query_of(row), head = schedule.head_of(tile.head, row);
+    // Of operands in 8 bits sinks join here: one part more.
+    const bool has_sink = Config::kQuantised && params.s_aux != nullptr;
+    if (has_sink) sink = params.s_aux[head] * kLog2e;
+    const Merged merged = merge<4>(
+        schedule.splits + has_sink,
+        [&](int part) {
+          if (part == schedule.splits) return make_float2(sink, 1.f);
+          return *ptx::map_to_rank(&mine.rows[row], part);
+        },
+        [&](int part) {
+          if (part == schedule.splits) return make_float4(0.f, 0.f, 0.f, 0.f);
+          return *ptx::map_to_rank(&mine.out[row][four], part);
+        });
+    store_merged<typename Config::Out>(params, sequence, tile.block * schedule.rows + query, head,
+                                       four * 4, merged, scale);
+  }
+  ptx::cluster_sync();  // others have read this shared memory
 }
 
 }  // namespace flash::sm90

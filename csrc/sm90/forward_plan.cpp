@@ -8,13 +8,11 @@
 #include "host/known_sequences.h"
 #include "host/launch.h"
 #include "host/makespan.h"
-#include "kernel.h"
 #include "sm90/forward_tile.h"
 
 namespace flash::sm90 {
 namespace {
 
-constexpr int kMostSplits = 16;
 constexpr int kLeastSteps = 2;  // over the keys of a part
 
 // A figure for a GPU with a few tiles, and for one that has a tile for each SM or more: memory is
@@ -42,7 +40,7 @@ TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
   const bool wide = tile.block_m == 192;
   switch (headdim) {
     case 64:
-      if (tile.streams == 2) return {{0.73f, 2.94f}, {0.53f, 0.54f}, 0.83f};
+      if (tile.streams == 2) return {{0.73f, 2.94f}, {0.55f, 0.57f}, 0.83f};
       return wide ? TileTimes{{1.85f, 3.39f}, {1.20f, 1.20f}, 0}
                   : TileTimes{{1.66f, 2.33f}, {0.97f, 1.11f}, 0};
     case 96:
@@ -67,16 +65,16 @@ TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
 HeadDimTimes headdim_times(int headdim, int headdim_v) {
   switch (headdim) {
     case 64:
-      return {0.32f, 0.29f, 1.92f, 0.15f};
+      return {0.32f, 0.29f, 2.f, 0.1f};
     case 96:
-      return {0.48f, 0.43f, 2.39f, 0.41f};
+      return {0.48f, 0.43f, 3.f, 0.13f};
     case 128:
-      return {0.70f, 0.82f, 1.84f, 0.92f};
+      return {0.70f, 0.82f, 3.9f, 0.17f};
     case 192:
-      return headdim_v == 128 ? HeadDimTimes{0.02f, 0.03f, 2.23f, 0.47f}
-                              : HeadDimTimes{0.56f, 0.03f, 2.69f, 0.60f};
+      return headdim_v == 128 ? HeadDimTimes{0.02f, 0.03f, 3.9f, 0.17f}
+                              : HeadDimTimes{0.56f, 0.03f, 5.f, 0.2f};
     default:
-      return {0.54f, 0.56f, 3.34f, 0.89f};
+      return {0.54f, 0.56f, 6.3f, 0.2f};
   }
 }
 
@@ -110,12 +108,12 @@ std::vector<TileWork> forward_work(const ForwardParams& params, int group,
 }
 
 // Microseconds, beside those of a launch that does nothing.
+// sms: that work on tiles
 float predicted_time(const std::vector<TileWork>& work, const TileTimes& times,
-                     const HeadDimTimes& common, int streams, int splits) {
+                     const HeadDimTimes& common, int streams, int splits, int sms) {
   int64_t tiles = 0;
   for (const TileWork& tile : work) tiles += tile.count * splits;
-  const int sms = multiprocessors();
-  const bool shared = streams == 2 && tiles > sms;
+  const bool shared = streams == 2 && tiles > sms && splits == 1;
   const float load = std::min(1.f, static_cast<float>(tiles) / sms);
   const auto steps_of = [&](const TileWork& tile) {
     const float steps = (tile.steps + splits - 1) / splits, seen = tile.seen_steps / splits;
@@ -137,18 +135,15 @@ float predicted_time(const std::vector<TileWork>& work, const TileTimes& times,
   }
   const float time = makespan(pieces, shared ? 2 * sms : sms);
   if (splits == 1) return time;
-  const float rounds = std::max(1.f, static_cast<float>(tiles) / sms);
-  return time + common.merge + common.merge_part * splits * rounds;
+  return time + common.merge + common.merge_part * splits;
 }
 
-// Whether parts have enough of the keys, and few enough of them are merged. slots: tiles that the
-// launch has at most
-bool may_divide(const std::vector<TileWork>& work, const ForwardTile& tile, int64_t slots,
-                int splits) {
+// Whether parts have enough of the keys, and there are few enough of them. tiles: of the launch at
+// most
+bool may_divide(const std::vector<TileWork>& work, int64_t tiles, int splits) {
   int most_steps = 0;
   for (const TileWork& x : work) most_steps = std::max(most_steps, x.steps);
-  return most_steps >= kLeastSteps * splits && slots * splits <= 2 * multiprocessors() &&
-         1 + slots * tile.block_m / 16 <= kKeptZero;
+  return most_steps >= kLeastSteps * splits && tiles * splits <= 2 * multiprocessors();
 }
 
 }  // namespace
@@ -161,12 +156,11 @@ int heads_in_tile(const ForwardParams& params, FeatureSet features, int block_m)
 }
 
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
-                         int headdim_v) {
+                         int headdim_v, int (*slots_of)(int parts)) {
   const int tiles = count_forward_tiles(headdim, headdim_v, features);
   const HeadDimTimes common = headdim_times(headdim, headdim_v);
-  const bool given = params.num_splits > 0;
-  const int least_splits = given ? params.num_splits : 1;
-  const int most_splits = given ? params.num_splits : kMostSplits;
+  const int given = std::min(params.num_splits, kMostSplits);
+  const int least_splits = given > 0 ? given : 1, most_splits = given > 0 ? given : kMostSplits;
   ForwardPlan best{0, 1};
   float least = INFINITY;
   for (int choice = 0; choice < tiles; ++choice) {
@@ -174,12 +168,14 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
     const ForwardTile tile = forward_tile(headdim, headdim_v, features, choice);
     const TileTimes times = tile_times(headdim, headdim_v, tile);
     const int group = heads_in_tile(params, features, tile.block_m), rows = tile.block_m / group;
-    const int64_t slots =
+    const int64_t most_tiles =
         int64_t{params.batch} * (params.nheads / group) * ((params.seqlen_q + rows - 1) / rows);
     const std::vector<TileWork> work = forward_work(params, group, tile);
     for (int splits = least_splits; splits <= most_splits; ++splits) {
-      if (!given && splits > 1 && !may_divide(work, tile, slots, splits)) continue;
-      const float time = predicted_time(work, times, common, tile.streams, splits);
+      if (given == 0 && splits > 1 && !may_divide(work, most_tiles, splits)) continue;
+      const int slots = slots_of(splits);
+      if (slots == 0) continue;
+      const float time = predicted_time(work, times, common, tile.streams, splits, slots);
       if (time < least) {
         least = time;
         best = {choice, splits};

@@ -6,14 +6,17 @@
 
 namespace flash::sm90 {
 
+constexpr int kMostSplits = 16;  // thread blocks of the largest cluster
+
 struct ForwardPlan {
   int tile;
   int splits;
 };
 
 // Of what the parameters leave open; for a kernel of these head dims and features.
+// slots_of(parts): thread blocks that run at a time, in clusters of so many
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
-                         int headdim_v);
+                         int headdim_v, int (*slots_of)(int parts));
 
 // Heads of a tile of block_m rows: 1, or all of a group if that saves tiles. With one query a tile
 // is nearly empty otherwise.

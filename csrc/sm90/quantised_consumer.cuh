@@ -122,8 +122,10 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       kv_state.advance();
       long_sum.finish(out);
     }
-    const bool is_split = Config::kDivides && schedule.splits > 1;
-    if (!is_split || merge_tile<Config>(params, schedule, tile, softmax, out, first_row, lane)) {
+    if (schedule.splits > 1) {
+      merge_tile<Config>(params, schedule, tile, shared.part, softmax, out, kProbabilityUnit,
+                         first_row, lane);
+    } else {
       Epilogue<Config> epilogue;
       epilogue.finish_softmax(params, schedule, tile, softmax, kProbabilityUnit, first_row, lane);
       epilogue.store_output(params, out, lane);

@@ -26,7 +26,7 @@ struct QuantisedRow {
   using Launcher = ForwardLauncher<Config<1, 0>>;
 
   static Launcher prepare(Params& params, Workspaces& wanted) {
-    params.num_splits = Config<1, 0>::kDivides ? std::max(params.num_splits, 1) : 1;
+    params.num_splits = std::max(params.num_splits, 1);
     params.score_scale = params.softmax_scale;
     params.softmax_scale = 1.f;
     if (params.tile < 0) params.tile = kTiles - 1;

@@ -1,55 +1,31 @@
-// The parts of a forward's tile (common/parts.h), which divide its keys. Warps own their rows, so
-// each merges by itself: the same warp of all parts shares a counter.
+// A forward's tile whose keys are divided. Its parts are a cluster of thread blocks, which work on
+// nothing else. Each leaves what it has in its shared memory, and merges some rows of all.
 #pragma once
 
-#include <cfloat>
-#include <cstdint>
-
-#include "common/parts.h"
+#include "common/merge.h"
 #include "common/softmax.h"
-#include "ptx/special_functions.h"
 
 namespace flash::sm90 {
 
-// Where the same warp of all parts of a tile leaves what it has. Lanes write side by side.
-struct SplitSlot {
-  float4* out;   // (parts, kOutTiles, 32): accumulators of m16n8, unnormalized
-  float4* rows;  // (parts, 32): the lane's references and sums
-  int* counter;  // zero before and after
-};
+// What a thread block has of a tile: it takes the place of Q, K and V.
+template <int kRows, int kHeadDimV>
+struct TilePart {
+  // With 8 more columns, lanes that write two of each of 8 rows meet different banks.
+  float4 out[kRows][(kHeadDimV + 8) / 4];  // not divided by the sums
+  float2 rows[kRows];                      // references and sums
 
-// Leaves this warp's part. If it is the last, merges all into `out` and `softmax` and returns true.
-template <int kOutTiles>
-__device__ bool merge_parts(const SplitSlot& slot, int part, int parts, SoftmaxState<1>& softmax,
-                            float (&out)[1][kOutTiles][4], int lane) {
-  leave_part(slot.out + part * kOutTiles * 32, out, lane);
-  __stcg(slot.rows + part * 32 + lane,
-         make_float4(softmax.reference[0], softmax.reference[1], softmax.sum[0], softmax.sum[1]));
-  if (!is_last_part(slot.counter, parts, lane)) return false;
-
-  softmax = SoftmaxState<1>(softmax.scale_log2, {-INFINITY, -INFINITY}, false);
-  for_each(out, [](float& x, int, int, int) { x = 0.f; });
-#pragma unroll 1
-  for (int i = 0; i < parts; ++i) {
-    const float4 rows = __ldcg(slot.rows + i * 32 + lane);
-    const float theirs[2] = {ptx::ex2(rows.x - fmaxf(softmax.reference[0], rows.x)),
-                             ptx::ex2(rows.y - fmaxf(softmax.reference[1], rows.y))};
-    const float ours[2] = {softmax.raise_reference(rows.x > softmax.reference[0], 0, rows.x),
-                           softmax.raise_reference(rows.y > softmax.reference[1], 1, rows.y)};
-    rescale_output(out, ours);
-    softmax.sum[0] += theirs[0] * rows.z;
-    softmax.sum[1] += theirs[1] * rows.w;
-    const float4* const part_out = slot.out + i * kOutTiles * 32 + lane;
+  // By a warp: rows `first_row` and `first_row + 8` of each lane.
+  template <int kOutTiles>
+  __device__ void leave(SoftmaxState<1>& softmax, const float (&accumulators)[1][kOutTiles][4],
+                        int first_row, int lane) {
+    WarpTeam().sum(softmax.sum);
 #pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-      const float4 x = __ldcg(part_out + n * 32);
-      out[0][n][0] += theirs[0] * x.x;
-      out[0][n][1] += theirs[0] * x.y;
-      out[0][n][2] += theirs[1] * x.z;
-      out[0][n][3] += theirs[1] * x.w;
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8;
+      if (lane % 4 == 0) rows[row] = make_float2(softmax.reference[half], softmax.sum[half]);
+      leave_row(out[row], accumulators[0], half, lane);
     }
   }
-  return true;
-}
+};
 
 }  // namespace flash::sm90

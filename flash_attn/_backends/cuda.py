@@ -53,11 +53,12 @@ _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 # Rows, pairs of a query and a head of the group that reads the same keys, of a tile of the decode
 # kernels. With more, several tiles read the same keys: up to so many rows, of so many keys at
 # least, and while there are so few tiles that the forward, which on sm80 does not split the keys,
-# would keep fewer SMs busy.
+# would keep fewer SMs busy. On sm90 these are half as many where a sequence has long keys.
 _DECODE_ROWS = 32
 _MORE_DECODE_ROWS = 128
 _MORE_DECODE_KEYS = 1024
-_DECODE_TILES = {"sm80": 128, "sm90": 8}
+_LONG_DECODE_KEYS = 4096
+_DECODE_TILES = {"sm80": 128, "sm90": 16}
 
 # Features of a call, as messages name them where their name will not do.
 _DESCRIPTIONS = {
@@ -707,7 +708,8 @@ def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:
         # With a fixed num_splits the kernel must not depend on the batch.
         if rows > _MORE_DECODE_ROWS or problem.max_seqlen_k < _MORE_DECODE_KEYS:
             return False
-        if tiles > _DECODE_TILES[backend] or problem.num_splits > 0:
+        is_long = backend == "sm90" and problem.max_seqlen_k >= _LONG_DECODE_KEYS
+        if tiles > _DECODE_TILES[backend] // (1 + is_long) or problem.num_splits > 0:
             return False
     aligned = out_aligned and _are_aligned(problem)
     return isinstance(_kernel(problem, backend, "decode", aligned), int)
@@ -758,7 +760,12 @@ def _prepare(
     numbers = _numbers(problem)
     if operation == "decode":
         numbers["seqlen_new"] = problem.seqlen_new
-        if not numbers["num_splits"]:
+    if problem.num_splits > 0 and operation in ("decode", "forward"):
+        # What decides the bits of a result must not depend on the batch.
+        if operation == "forward" and numbers["tile"] < 0:
+            numbers["tile"] = 0
+        divides = operation == "decode" or backend == "sm90"
+        if divides and not numbers["num_splits"]:
             numbers["num_splits"] = min(problem.num_splits, 2**16)  # more than any kernel takes
     call = _C.prepare(kernel, {**given, **results}, numbers)
     return Prepared(call, given, results, like or {})
