@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -75,10 +75,11 @@ def sampler(
     sample_ms
         Least length of a sample in milliseconds; longer samples hide launch gaps.
     l2_buffer
-        Written before each call: larger than the L2 cache, it leaves nothing of a call's inputs
-        there. The time of the writes alone is measured in the same sample and taken off. Without
-        it inputs stay in the L2 cache where they fit, as the results of the layer before do in a
-        model.
+        A matrix larger than the L2 cache. Before each call it is multiplied by a vector, as the
+        weights of a model are when it decodes, which leaves nothing of a call's inputs there. (Had
+        it been written, the call would share the memory with what the cache writes back.) The time
+        of the products alone is measured in the same sample and taken off. Without it inputs stay
+        in the L2 cache where they fit, as the results of the layer before do in a model.
 
     Raises
     ------
@@ -87,7 +88,7 @@ def sampler(
     """
     bodies = [call.run]
     if l2_buffer is not None:
-        flush = l2_buffer.zero_
+        flush = partial(torch.mv, l2_buffer, l2_buffer[0])
         bodies = [lambda: (flush(), call.run()), flush]
     with call.context():
         call.run()  # loads the kernels
@@ -116,9 +117,10 @@ def capture_stream() -> Iterator[None]:
 
 
 def larger_than_l2() -> Tensor:
-    """A tensor on the GPU of twice the size of its L2 cache."""
-    size = 2 * torch.cuda.get_device_properties().L2_cache_size
-    return torch.empty(size, dtype=torch.uint8, device="cuda")
+    """A matrix on the GPU of twice the size of its L2 cache."""
+    columns = 4096
+    rows = torch.cuda.get_device_properties().L2_cache_size // columns  # of 2 bytes an element
+    return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
 
 
 @cache
