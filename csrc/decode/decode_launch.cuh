@@ -79,6 +79,7 @@ DecodePlan plan_kernel(const ForwardParams& params) {
   DecodeWork work{};
   work.tiles = int64_t{params.batch} * heads;
   work.same_keys = rows.tiles;
+  work.is_e4m3 = Config::kIsE4m3;
   work.two_row_tiles = Config::kRowTiles == 2;
   work.rows = rows.of_tile();
   work.rows_of_threads = Config::kThreads / (Config::kHeadDimV / 4.f);

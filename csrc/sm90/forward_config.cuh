@@ -22,14 +22,17 @@ struct BlockScales {
 };
 
 // kTerms_: tensors that V is the sum of, if it is quantised
+// kDivided_: whether the keys of tiles are divided. (Where they are not, its mere code would make
+// the main loop slower.)
 template <typename T_, typename V_, typename Out_, int kHeadDim_, int kHeadDimV_,
-          FeatureSet kFeatures_, int kTerms_, int kChoice>
+          FeatureSet kFeatures_, int kTerms_, int kChoice, bool kDivided_>
 struct ForwardConfig {
   using T = T_;      // of Q and K
   using V = V_;      // of V
   using Out = Out_;  // of the output
   static constexpr bool kQuantised = sizeof(T) == 1;
   static constexpr int kTerms = kTerms_;
+  static constexpr bool kDivided = kDivided_;
   static constexpr ForwardTile kTile =
       kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kChoice)
                  : forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kChoice);
@@ -67,8 +70,9 @@ struct ForwardConfig {
   static constexpr int kValueTile =
       kQuantised ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
 
+  struct Nothing {};
   using LongSums = uint32_t[kConsumerWarps][kHeadDimV / 8][kSumWords][32];  // long_sum.cuh
-  struct NoSums {};
+  using Part = std::conditional_t<kDivided, TilePart<kBlockM, kHeadDimV>, Nothing>;
 
   struct Storage {  // of a stream
     union {
@@ -76,9 +80,9 @@ struct ForwardConfig {
         alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
         alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
         alignas(1024) V v[kValueStages][kTerms][kValueTile];
-        alignas(16) std::conditional_t<kQuantised, LongSums, NoSums> sums;
+        alignas(16) std::conditional_t<kQuantised, LongSums, Nothing> sums;
       };
-      TilePart<kBlockM, kHeadDimV> part;  // in the end, if the tile's keys are divided
+      Part part;  // in the end
     };
     Pipeline<kQStages> q_pipeline;
     Pipeline<kStages> k_pipeline;

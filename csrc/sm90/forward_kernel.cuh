@@ -246,7 +246,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   constexpr bool kReleaseQEarly = Config::kQStages == 1;
   // Beside the last matmul, or behind it. Code that does it at several places would spill with two
   // streams, whose warps have few registers; with the full set it is slower.
-  constexpr bool kFinishEarly = Config::kStreams == 1 && !kFull;
+  constexpr bool kFinishEarly = Config::kStreams == 1 && !kFull && !Config::kDivided;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
@@ -318,7 +318,6 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       epilogue.finish_softmax(params, schedule, tile, softmax, scale(), first_row, lane);
     };
 
-    const bool is_split = schedule.splits > 1;
     auto block = range.blocks;
     bool more = !block.empty();
     // Around a diagonal a warpgroup may see none of the first blocks. Without queries it sees none.
@@ -359,20 +358,20 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       take_turn();
       consumer.begin_output(out, p);
       pass_turn();
-      if (kFinishEarly && !is_split) finish_softmax();
+      if (kFinishEarly) finish_softmax();
       ptx::wgmma_wait<0>(out[0]);
       consumer.release_v();
       kv_state.advance();
-    } else if (kFinishEarly && !is_split) {
+    } else if (kFinishEarly) {
       finish_softmax();
     }
-    if (is_split) {
+    if constexpr (Config::kDivided) {
       merge_tile<Config>(params, schedule, tile, shared.part, softmax, out, scale(), first_row,
                          lane);
-    } else {
-      if (!kFinishEarly) finish_softmax();
-      epilogue.store_output(params, out, lane);
+      return;
     }
+    if (!kFinishEarly) finish_softmax();
+    epilogue.store_output(params, out, lane);
     if (!block.empty()) consumer.q_state.advance();
   }
 }

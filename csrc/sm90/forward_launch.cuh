@@ -128,7 +128,9 @@ template <typename Config>
 void allow_launches() {
   static std::atomic<uint64_t> devices{0}, wide_devices{0};
   allow_shared_memory(forward_kernel<Config>, shared_bytes<Config>(), devices);
-  allow(forward_kernel<Config>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, wide_devices);
+  if constexpr (Config::kDivided) {
+    allow(forward_kernel<Config>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, wide_devices);
+  }
 }
 
 // Thread blocks that run at a time, in clusters of this size.
@@ -153,7 +155,7 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspac
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const int splits = std::min(params.num_splits, kMostSplits);
+  const int splits = Config::kDivided ? std::min(params.num_splits, kMostSplits) : 1;
   const ForwardSchedule schedule = make_schedule<Config>(params, splits);
   wanted.add_kept_zero("counters", params.counters);
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
@@ -163,7 +165,7 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspac
           : (params.total_q / schedule.rows + int64_t{1} * params.batch) * schedule.heads * splits;
   // The parts of a tile are a cluster, of which no thread block takes another.
   const int grid =
-      static_cast<int>(splits > 1 ? tiles : std::min<int64_t>(tiles, multiprocessors()));
+      static_cast<int>(Config::kDivided ? tiles : std::min<int64_t>(tiles, multiprocessors()));
   const MapsOf<Config> prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
   return [=](const typename Config::Params& bound, cudaStream_t stream) {
@@ -173,12 +175,12 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspac
     replace_address(maps.v, bound.v.data);
     if constexpr (Config::kTerms == 2) replace_address(maps.v_low, bound.v_low.data);
     constexpr char kCall[] = "launch of the sm90 forward kernel";
-    if (splits == 1) {
-      launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream, kCall, bound, maps,
-                         schedule, scale_log2);
-    } else {
+    if constexpr (Config::kDivided) {
       launch(std::array{overlapping(), in_clusters(dim3(splits))}, kKernel, grid, Config::kThreads,
              kSharedBytes, stream, kCall, bound, maps, schedule, scale_log2);
+    } else {
+      launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream, kCall, bound, maps,
+                         schedule, scale_log2);
     }
   };
 }
@@ -190,23 +192,25 @@ struct ForwardRow {
   static constexpr uint32_t kTakes = features_of(kFeatures) | kPages | kCacheSlots;
   static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV, kFeatures);
 
-  template <int kChoice>
-  using Config = ForwardConfig<T, T, Out, kHeadDim, kHeadDimV, kFeatures, 1, kChoice>;
+  template <int kChoice, bool kDivided>
+  using Config = ForwardConfig<T, T, Out, kHeadDim, kHeadDimV, kFeatures, 1, kChoice, kDivided>;
 
   static auto prepare(Params& params, Workspaces& wanted) {
     const ForwardPlan plan =
-        plan_forward(params, kFeatures, kHeadDim, kHeadDimV, slots_of<Config<0>>);
+        plan_forward(params, kFeatures, kHeadDim, kHeadDimV, slots_of<Config<0, true>>);
     params.num_splits = plan.splits;
     return prepare_choice<0>(plan.tile, params, wanted);
   }
 
  private:
   template <int kChoice>
-  static ForwardLauncher<Config<0>> prepare_choice(int choice, Params& params, Workspaces& wanted) {
+  static ForwardLauncher<Config<0, false>> prepare_choice(int choice, Params& params,
+                                                          Workspaces& wanted) {
     if constexpr (kChoice + 1 < kTiles) {
       if (choice != kChoice) return prepare_choice<kChoice + 1>(choice, params, wanted);
     }
-    return prepare_kernel<Config<kChoice>>(params, wanted);
+    if (params.num_splits > 1) return prepare_kernel<Config<kChoice, true>>(params, wanted);
+    return prepare_kernel<Config<kChoice, false>>(params, wanted);
   }
 };
 

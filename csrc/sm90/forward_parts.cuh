@@ -210,8 +210,7 @@ struct Epilogue {
 // scale: of the output
 template <typename Config>
 __device__ void merge_tile(const ForwardParams& params, const ForwardSchedule& schedule,
-                           const Tile& tile, TilePart<Config::kBlockM, Config::kHeadDimV>& mine,
-                           SoftmaxState<1>& softmax,
+                           const Tile& tile, typename Config::Part& mine, SoftmaxState<1>& softmax,
                            const float (&out)[1][Config::kHeadDimV / 8][4], float scale,
                            int first_row, int lane) {
   constexpr int kThreads = Config::kConsumers * kWarpgroup, kFours = Config::kHeadDimV / 4;

@@ -122,9 +122,10 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       kv_state.advance();
       long_sum.finish(out);
     }
-    if (schedule.splits > 1) {
+    if constexpr (Config::kDivided) {
       merge_tile<Config>(params, schedule, tile, shared.part, softmax, out, kProbabilityUnit,
                          first_row, lane);
+      return;
     } else {
       Epilogue<Config> epilogue;
       epilogue.finish_softmax(params, schedule, tile, softmax, kProbabilityUnit, first_row, lane);

@@ -20,13 +20,12 @@ struct QuantisedRow {
   static constexpr int kTiles = count_quantised_tiles(kHeadDim, kFeatures);
   static constexpr bool kTwoTerms = std::is_same_v<T, int8_t>;
 
-  template <int kTerms, int kChoice>
-  using Config =
-      ForwardConfig<T, __nv_fp8_e4m3, Out, kHeadDim, kHeadDimV, kFeatures, kTerms, kChoice>;
-  using Launcher = ForwardLauncher<Config<1, 0>>;
+  template <int kTerms, int kChoice, bool kDivided>
+  using Config = ForwardConfig<T, __nv_fp8_e4m3, Out, kHeadDim, kHeadDimV, kFeatures, kTerms,
+                               kChoice, kDivided>;
+  using Launcher = ForwardLauncher<Config<1, 0, false>>;
 
   static Launcher prepare(Params& params, Workspaces& wanted) {
-    params.num_splits = std::max(params.num_splits, 1);
     params.score_scale = params.softmax_scale;
     params.softmax_scale = 1.f;
     if (params.tile < 0) params.tile = kTiles - 1;
@@ -41,7 +40,8 @@ struct QuantisedRow {
     if constexpr (kChoice + 1 < kTiles) {
       if (params.tile > kChoice) return prepare_choice<kTerms, kChoice + 1>(params, wanted);
     }
-    return prepare_kernel<Config<kTerms, kChoice>>(params, wanted);
+    if (params.num_splits > 1) return prepare_kernel<Config<kTerms, kChoice, true>>(params, wanted);
+    return prepare_kernel<Config<kTerms, kChoice, false>>(params, wanted);
   }
 };
 
