@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,18 @@ from flash_attn.flash_attn_interface import (
 
 NAN = float("nan")
 TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
+
+
+def is_installed() -> bool:
+    """Whether there is metadata of flash-attn, as transformers looks for.
+
+    The package `flash_attn` may be another distribution's too.
+    """
+    try:
+        importlib.metadata.version("flash-attn")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def since_torch(major: int, minor: int, why: str) -> pytest.MarkDecorator:

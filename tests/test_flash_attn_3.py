@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, device_fixture
-from helpers import dense, int32, layout_of, randn, random_pages, varlen
+from helpers import dense, int32, is_installed, layout_of, randn, random_pages, varlen
 from oracle import Attention, Decode, Storage, assert_matches_oracle
 from torch import Tensor
 
@@ -375,7 +374,7 @@ def transformers(fa3: ModuleType) -> Iterator[ModuleType]:
     """
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    if "flash_attn" not in importlib.metadata.packages_distributions():
+    if not is_installed():
         # transformers looks for it once, when it is imported; test_transformers.py provides it.
         pytest.skip("flash-attn is not installed")
     os.environ["HF_HUB_OFFLINE"] = "1"

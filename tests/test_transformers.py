@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import is_installed
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    if "flash_attn" not in importlib.metadata.packages_distributions():
+    if not is_installed():
         metadata = tmp_path_factory.mktemp("metadata")
         command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(metadata)]
         root = Path(__file__).parent.parent
