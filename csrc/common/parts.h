@@ -1,7 +1,7 @@
 // A tile's work divided among thread blocks, for launches with fewer tiles than the GPU has room
 // for. Each part leaves what it has in a workspace. Who is last, or a kernel behind, merges all,
-// always in the same order: the result does not depend on who that is. A forward divides the keys,
-// a backward the queries.
+// always in the same order: the result does not depend on who that is. Decoding divides the keys, a
+// backward the queries.
 #pragma once
 
 namespace flash {

@@ -376,7 +376,8 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   }
 }
 
-// Grid: as many thread blocks as fit the device, or as there are tiles; see launch_forward.
+// Grid: as many thread blocks as fit the device, or as there are tiles; where keys are divided, a
+// cluster for each tile: see prepare_kernel.
 // params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
