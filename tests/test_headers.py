@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -63,6 +64,19 @@ def test_rows_of_no_sequence(tmp_path: Path) -> None:
 
 def test_order_of_dense_tiles(tmp_path: Path) -> None:
     assert output_of("dense_tiles", tmp_path, []) == (0, "")
+
+
+def test_plan_of_decoding(tmp_path: Path) -> None:
+    """What it chooses is about as fast as the fastest that was measured."""
+    record = ROOT / "benchmarks" / "results" / "nvidia-h200" / "decode-parts.json"
+    rows = json.loads(record.read_text())["rows"]
+    names = ("batch", "seqlen", "nheads", "nheads_kv", "queries", "page_size")
+    numbers = [row[name] for row in rows for name in names]
+    status, printed = output_of("decode_plan", tmp_path, numbers, ())
+    chosen = zip((row["us"] for row in rows), printed.split(), strict=True)
+    regrets = [us[plan] / min(us.values()) - 1 for us, plan in chosen if plan in us]
+    assert status == 0 and len(regrets) >= 70  # of others the time is not known
+    assert sum(regrets) / len(regrets) < 0.01 and max(regrets) < 0.1
 
 
 def toolkit_include(build_support: ModuleType) -> tuple[str, ...]:

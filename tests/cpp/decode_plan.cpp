@@ -1,0 +1,50 @@
+// The plan of a decode kernel (decode/decode_plan.h) on an H200: of each shape it reads, rows of a
+// tile, parts and the size of a cluster.
+#include "decode/decode_plan.h"
+
+#include <algorithm>
+#include <cstdio>
+
+using namespace flash;
+using namespace flash::decode;
+
+// Thread blocks of the kernels of heads of 128, in 16 bits, that run at a time.
+int slots_of(int cluster, bool alone) {
+  const int sms = cluster <= 2 ? 132 : cluster <= 8 ? 120 : 112;
+  return alone ? sms : 2 * sms;
+}
+
+int main() {
+  int batch, seqlen_k, nheads, nheads_kv, seqlen_q, page_size;
+  while (std::scanf("%d %d %d %d %d %d", &batch, &seqlen_k, &nheads, &nheads_kv, &seqlen_q,
+                    &page_size) == 6) {
+    const int no_table = 0;
+    ForwardParams params{};
+    params.batch = batch;
+    params.seqlen_q = seqlen_q;
+    params.seqlen_k = seqlen_k;
+    params.window_left = -1;
+    params.page_size = page_size;
+    if (page_size > 0) params.block_table = &no_table;
+    const int rows = seqlen_q * (nheads / nheads_kv);
+    int best_rows = 0;
+    DecodePlan best{1, 1};
+    for (const int tile_rows : {16, 32}) {
+      if (tile_rows == 32 && rows <= 16) continue;
+      DecodeWork work{};
+      work.same_keys = (rows + tile_rows - 1) / tile_rows;
+      work.tiles = int64_t{batch} * nheads_kv * work.same_keys;
+      work.two_row_tiles = tile_rows == 32;
+      work.rows = std::min(rows, tile_rows);
+      work.rows_of_threads = 4;
+      work.step_keys = 64;
+      work.step_bytes = 64 * 2 * 128 * 2;
+      work.most_splits = 256;
+      work.most_cluster = 16;
+      work.sms = 132;
+      const DecodePlan plan = plan_decode(params, work, slots_of);
+      if (plan.time <= best.time) best = plan, best_rows = tile_rows;
+    }
+    std::printf("%d:%d:%d\n", best_rows, best.splits, best.cluster);
+  }
+}
