@@ -49,8 +49,11 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
     steps = std::max(steps, x.steps(0, x.queries(), work.step_keys));
   }
   const int most_splits = static_cast<int>(std::min<int64_t>(steps, work.most_splits));
+  // A part of a GPU may have no room for large clusters.
+  int most_cluster = work.most_cluster;
+  while (most_cluster > 1 && slots_of(most_cluster, false) == 0) most_cluster /= 2;
   if (params.num_splits > 0) {
-    return plan_of_splits(std::min(params.num_splits, most_splits), work.most_cluster);
+    return plan_of_splits(std::min(params.num_splits, most_splits), most_cluster);
   }
 
   // Fitted to an H200, behind a product of a matrix and a vector: 1 to 512 tiles, 1k to 64k keys.
@@ -69,7 +72,7 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
     return std::ceil(static_cast<float>(rows) / work.rows_of_threads);
   };
   DecodePlan best{1, 1};
-  for (int cluster = 1; cluster <= work.most_cluster; cluster *= 2) {
+  for (int cluster = 1; cluster <= most_cluster; cluster *= 2) {
     const int64_t slots = slots_of(cluster, false);
     const int64_t alone = cluster > 1 ? slots_of(cluster, true) : work.sms;
     const auto round = [&](int64_t blocks, int64_t block_steps) {
