@@ -431,7 +431,7 @@ def test_rotation_is_hadamard(headdim):
     matrix = quantisation.rotation(headdim, torch.device("cpu")).double()
     assert (matrix @ matrix.T - torch.eye(headdim)).abs().max() < 1e-6
     assert (matrix.abs() - headdim**-0.5).abs().max() < 1e-7
-    negative = (matrix[:, 0] < 0).double().mean()  # the signs, or Paley's column with them
+    negative = (matrix[:, 0] < 0).double().mean()  # the signs, or Williamson's column with them
     assert 0.3 < negative < 0.7
 
 

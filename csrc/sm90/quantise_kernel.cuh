@@ -1,30 +1,54 @@
 // The pass before attention of operands in 8 bits: q and k are rotated and rounded, v is rounded
 // and transposed, all in one launch.
 //
-// A thread block takes 128 rows of one head, four lanes a row, and keeps them in registers: a row's
-// or the block's largest magnitude is known before anything is rounded, and memory is read once.
-// Values go through shared memory, a byte each, to come out transposed.
+// A tile is 128 rows of one head. Thread blocks stay, and copy their next tile to shared memory
+// while they round this one. A thread copies what it reads itself: no barrier. A row's or the
+// block's largest magnitude is known before anything is rounded, and memory is read once.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
 #include "common/pack.h"
+#include "common/shared_address.h"
 #include "params.h"
+#include "ptx/cp_async.h"
 #include "ptx/cvt.h"
 #include "ptx/griddepcontrol.h"
 #include "ptx/max_nan.h"
+#include "ptx/opaque.h"
 #include "sm90/rotation.cuh"
 #include "sm90/scaled_blocks.cuh"
+#include "sm90/transposed_values.cuh"
 
 namespace flash::sm90 {
 
-constexpr int kQuantiseThreads = 4 * kScaledKeys;
+// T: of q, k and v. Quantised: of q and k afterwards. kDim: of their heads afterwards, and the most
+// of those of v.
+template <typename T_, typename Quantised_, int kHeadDim>
+struct QuantiseConfig {
+  using T = T_;
+  using Quantised = Quantised_;
+  static constexpr int kDim = kHeadDim;
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;  // a warp has 16 rows of q or k
+  static_assert(kScaledKeys == 16 * kWarps);
+  using Transposed = TransposedValues<kDim, kThreads>;
+  static constexpr int kSlots = std::max(kDim / 16, 4 * Transposed::kItems);  // of 16 bytes
+  static constexpr int kStages = 2;
+
+  struct Shared {
+    uint4 slots[kStages][kSlots][kThreads];
+    Transposed transposed;
+    float maxima[2][kWarps];  // of a tile and, while some still read those, of the next
+  };
+  static constexpr int kBlocks = kDim == 64 ? 4 : kDim == 96 ? 2 : kDim == 128 ? 2 : 1;  // an SM
+};
 
 // NaN if there is any, as of all that follow.
 __device__ inline float largest_of_lanes(float x, int lanes) {
@@ -33,11 +57,12 @@ __device__ inline float largest_of_lanes(float x, int lanes) {
 }
 
 // Over the thread block.
-__device__ inline float largest_of_block(float x, float (&shared)[kQuantiseThreads / 32]) {
+template <int kWarps>
+__device__ float largest_of_block(float x, float (&shared)[kWarps]) {
   x = largest_of_lanes(x, 32);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
-  return largest_of_lanes(shared[threadIdx.x % (kQuantiseThreads / 32)], kQuantiseThreads / 32);
+  return largest_of_lanes(shared[threadIdx.x % kWarps], kWarps);
 }
 
 // What the largest number of T stands for `largest` with.
@@ -56,283 +81,232 @@ __device__ inline float power_of_two_step(float largest) {
 }
 
 // Four numbers, rounded to nearest, ties to even. Of int8 they are within +-127.
-__device__ inline uint32_t pack_four(const float* x, __nv_fp8_e4m3) {
-  return ptx::pack_e4m3(x[0], x[1], x[2], x[3]);
+__device__ inline uint32_t pack_four(float a, float b, float c, float d, __nv_fp8_e4m3) {
+  return ptx::pack_e4m3(a, b, c, d);
 }
-__device__ inline uint32_t pack_four(const float* x, int8_t) {
-  uint32_t bits[4];  // a whole number in the lowest byte
-#pragma unroll
-  for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(x[i] + 12582912.f);
-  return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040),
-                     0x5410);
-}
-
-// Eight numbers of 16 bits.
-template <typename T>
-__device__ void read_eight(float (&x)[8], const T* from) {
-  const uint4 read = *reinterpret_cast<const uint4*>(from);
-  const uint32_t words[4] = {read.x, read.y, read.z, read.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack<T>(words[i]);
-    x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-  }
-}
-
-// A row's columns 32 i + 8 t + e, zero where there are none.
-template <typename T, int kParts>
-__device__ void read_row(float (&x)[kParts][8], const Operand& from, const QuantisedRows& rows,
-                         int cols) {
-  const int row = threadIdx.x / 4, t = threadIdx.x % 4;
-  const T* const source = static_cast<const T*>(from.data) + rows.batch * from.batch_stride +
-                          int64_t{1} * (rows.first + row) * from.row_stride +
-                          rows.head * from.head_stride;
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    const int col = 32 * i + 8 * t;
-    if (row < rows.count && col < cols) {
-      read_eight(x[i], source + col);
-    } else {
-#pragma unroll
-      for (float& element : x[i]) element = 0.f;
-    }
-  }
-}
-
-template <int kParts>
-__device__ float largest_in(const float (&x)[kParts][8]) {
-  float largest = 0.f;
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-#pragma unroll
-    for (float element : x[i]) largest = ptx::max_nan(largest, fabsf(element));
-  }
-  return largest;
+__device__ inline uint32_t pack_four(float a, float b, float c, float d, int8_t) {
+  const auto whole = [](float x) { return __float_as_uint(x + 12582912.f); };  // in the lowest byte
+  return __byte_perm(__byte_perm(whole(a), whole(b), 0x0040),
+                     __byte_perm(whole(c), whole(d), 0x0040), 0x5410);
 }
 
 __device__ inline float& scale_of(const Scales& scales, const QuantisedRows& rows, int place) {
   return scales.data[rows.batch * scales.batch_stride + rows.head * scales.head_stride + place];
 }
 
-// kOneScale: of all 128 rows; else each has its own.
-template <typename T, typename Quantised, int kDim, bool kOneScale>
-__device__ void rotate_and_round(const Operand& from, const Operand& to, const Scales& scales,
-                                 const QuantisedRows& rows, int cols,
-                                 float (&shared)[kQuantiseThreads / 32]) {
-  constexpr int kParts = kDim / 32;
-  const int row = threadIdx.x / 4, t = threadIdx.x % 4;
-  float x[kParts][8];
-  read_row<T>(x, from, rows, cols);
-  Rotation4<kDim>::apply(x, t);
-  float largest = largest_in(x);
-  largest = kOneScale ? largest_of_block(largest, shared) : largest_of_lanes(largest, 4);
-  const float norm = rsqrtf(static_cast<float>(kDim));
-  const float scale = step_of<Quantised>(largest * norm);
-  const bool writes = kOneScale ? threadIdx.x == 0 : t == 0 && row < rows.count;
-  if (writes) scale_of(scales, rows, kOneScale ? rows.block : rows.first + row) = scale;
-  if (row >= rows.count) return;
-  auto* const target = static_cast<uint8_t*>(to.data) + rows.batch * to.batch_stride +
-                       int64_t{1} * (rows.first + row) * to.row_stride + rows.head * to.head_stride;
-  const float factor = __fdividef(norm, scale);
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-#pragma unroll
-    for (float& element : x[i]) element *= factor;
-    *reinterpret_cast<uint2*>(target + 32 * i + 8 * t) =
-        make_uint2(pack_four(x[i], Quantised()), pack_four(x[i] + 4, Quantised()));
+enum class Role { kValues, kKeys, kQueries };
+
+// The tiles, those of v first, then of k, then of q.
+struct QuantiseTiles {
+  const QuantiseParams& params;
+  int64_t of_keys, count;
+
+  __device__ explicit QuantiseTiles(const QuantiseParams& params)
+      : params(params), of_keys(tiles_of_keys(params)), count(count_tiles(params)) {}
+
+  __device__ Role role(int64_t index) const {
+    return index < of_keys ? Role::kValues : index < 2 * of_keys ? Role::kKeys : Role::kQueries;
   }
-}
-
-// The transpose of 128 rows of values, four keys in a word. A thread writes words of eight columns:
-// those of different threads of a warp are in different banks.
-template <int kDim>
-struct TransposedValues {
-  static constexpr int kOctets = kDim / 8, kWords = kScaledKeys / 4;
-  static constexpr int kSpread = kOctets > 16 ? 1 : kOctets > 8 ? 2 : 4;
-  uint32_t words[kDim][kWords];
-
-  __device__ uint32_t& word(int col, int i) { return words[col][i ^ (col / 8 * kSpread)]; }
-
-  // What a thread has: up to kItems times four keys, whose places are a word, by eight columns.
-  static constexpr int kItems = (kWords * kOctets + kQuantiseThreads - 1) / kQuantiseThreads;
-  // Calls function(item, word, first column).
-  template <typename Function>
-  __device__ static void for_each_item(Function function) {
-#pragma unroll
-    for (int item = 0; item < kItems; ++item) {
-      const int i = threadIdx.x + item * kQuantiseThreads;
-      if (i < kWords * kOctets) function(item, i / kOctets, i % kOctets * 8);
-    }
-  }
-  // The row of key `key` (0..3) of a word: the inverse of place_of_key.
-  __device__ static int row_of(int word, int key) {
-    return word / 4 * 16 + word % 4 * 2 + key % 2 + key / 2 * 8;
-  }
-
-  // Writes all to device memory. By the thread block.
-  __device__ void store(const Operand& to, const QuantisedRows& rows, int cols) {
-    __syncthreads();
-    auto* const target = static_cast<uint8_t*>(to.data) + rows.batch * to.batch_stride +
-                         rows.head * to.head_stride + int64_t{1} * rows.block * kScaledKeys;
-    const int lane = threadIdx.x % 32;
-    for (int col = threadIdx.x / 32; col < cols; col += kQuantiseThreads / 32) {
-      reinterpret_cast<uint32_t*>(target + col * to.row_stride)[lane] = word(col, lane);
-    }
-    __syncthreads();
+  __device__ QuantisedRows rows(int64_t index) const {
+    if (index < 2 * of_keys) return keys_of_tile(params, index < of_keys ? index : index - of_keys);
+    index -= 2 * of_keys;
+    const int blocks = (params.seqlen_q + kScaledKeys - 1) / kScaledKeys;
+    const int first = static_cast<int>(index / params.nheads % blocks) * kScaledKeys;
+    return {static_cast<int>(index / params.nheads / blocks),
+            static_cast<int>(index % params.nheads), first,
+            min(params.seqlen_q - first, kScaledKeys), 0};
   }
 };
 
-// Values of 16 bits.
-template <int kDim>
-using ValueItems = float[TransposedValues<kDim>::kItems][4][8];
+template <typename Config>
+class Quantiser {
+  using T = typename Config::T;
+  using Quantised = typename Config::Quantised;
+  using Transposed = typename Config::Transposed;
+  static constexpr int kDim = Config::kDim, kParts = kDim / 32;
+  static constexpr bool kIsHalf = std::is_same_v<T, __half>;
+  using Pair = std::conditional_t<kIsHalf, __half2, __nv_bfloat162>;
 
-template <int kItems, typename Function>
-__device__ void for_each_value(float (&x)[kItems][4][8], Function function) {
-#pragma unroll
-  for (auto& item : x) {
-#pragma unroll
-    for (auto& key : item) {
-#pragma unroll
-      for (float& element : key) function(element);
+  const QuantiseParams& params_;
+  typename Config::Shared& shared_;
+  const int lane_ = threadIdx.x % 32, first_row_ = threadIdx.x / 32 * 16 + lane_ / 4;
+  bool parity_ = false;
+
+ public:
+  __device__ Quantiser(const QuantiseParams& params, typename Config::Shared& shared)
+      : params_(params), shared_(shared) {}
+
+  // Copies what this thread reads of a tile.
+  __device__ void load(Role role, const QuantisedRows& rows, int stage) {
+    const auto copy = [&](int slot, const T* source) {
+      ptx::cp_async_16_zfill(shared_address(&shared_.slots[stage][slot][threadIdx.x]),
+                             source == nullptr ? params_.q.data : source, source != nullptr);
+    };
+    if (role == Role::kValues) {
+      Transposed::template for_each_source<T>(
+          params_.v, rows, params_.headdim_v,
+          [&](int item, int key, const T* source) { copy(4 * item + key, source); });
+      return;
     }
-  }
-}
-
-// Eight columns of the four keys of each word; zeros where there are none.
-// read(item, key, source): source is null if there are none
-template <typename T, int kDim, typename Read>
-__device__ void read_values(const Operand& from, const QuantisedRows& rows, int cols, Read read) {
-  const T* const source = static_cast<const T*>(from.data) + rows.batch * from.batch_stride +
-                          int64_t{1} * rows.first * from.row_stride + rows.head * from.head_stride;
-  TransposedValues<kDim>::for_each_item([&](int item, int word, int col) {
+    const Operand& from = role == Role::kKeys ? params_.k : params_.q;
+    const int col = lane_ % 4 * 8;
+    const T* const source = static_cast<const T*>(from.data) + rows.batch * from.batch_stride +
+                            int64_t{1} * rows.first * from.row_stride +
+                            rows.head * from.head_stride + col;
 #pragma unroll
-    for (int key = 0; key < 4; ++key) {
-      const int row = TransposedValues<kDim>::row_of(word, key);
-      const bool exists = row < rows.count && col < cols;
-      read(item, key, exists ? source + row * from.row_stride + col : nullptr);
-    }
-  });
-}
-
-// Rounds x, which becomes what is lost, and writes it transposed. By the thread block.
-template <int kDim>
-__device__ void write_term(ValueItems<kDim>& x, const Operand& to, const QuantisedRows& rows,
-                           int cols, TransposedValues<kDim>& shared) {
-  shared.for_each_item([&](int item, int word, int col) {
+    for (int i = 0; i < kParts; ++i) {
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      float (&keys)[4][8] = x[item];
-      const uint32_t rounded = ptx::pack_e4m3(keys[0][c], keys[1][c], keys[2][c], keys[3][c]);
-      shared.word(col + c, word) = rounded;
-#pragma unroll
-      for (int key = 0; key < 4; ++key) {
-        __nv_fp8_e4m3 number;
-        number.__x = rounded >> key * 8 & 0xff;
-        keys[key][c] -= static_cast<float>(number);
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row_ + 8 * half;
+        const bool exists = row < rows.count && 32 * i + col < params_.headdim;
+        copy(2 * i + half, exists ? source + row * from.row_stride + 32 * i : nullptr);
       }
     }
-  });
-  shared.store(to, rows, cols);
-}
-
-// Values of 8 bits, transposed.
-template <int kDim>
-__device__ void transpose_values(const QuantiseParams& params, const QuantisedRows& rows,
-                                 TransposedValues<kDim>& shared) {
-  uint2 x[TransposedValues<kDim>::kItems][4];
-  read_values<uint8_t, kDim>(params.v, rows, params.headdim_v,
-                             [&](int item, int key, const uint8_t* source) {
-                               x[item][key] = make_uint2(0, 0);
-                               if (source != nullptr) {
-                                 x[item][key] = *reinterpret_cast<const uint2*>(source);
-                               }
-                             });
-  shared.for_each_item([&](int item, int word, int col) {
-    const uint2(&keys)[4] = x[item];
-    const auto write = [&](int first, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-      const uint32_t low_ab = __byte_perm(a, b, 0x5140), low_cd = __byte_perm(c, d, 0x5140);
-      const uint32_t high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
-      shared.word(first, word) = __byte_perm(low_ab, low_cd, 0x5410);
-      shared.word(first + 1, word) = __byte_perm(low_ab, low_cd, 0x7632);
-      shared.word(first + 2, word) = __byte_perm(high_ab, high_cd, 0x5410);
-      shared.word(first + 3, word) = __byte_perm(high_ab, high_cd, 0x7632);
-    };
-    write(col, keys[0].x, keys[1].x, keys[2].x, keys[3].x);
-    write(col + 4, keys[0].y, keys[1].y, keys[2].y, keys[3].y);
-  });
-  shared.store(params.v_out, rows, params.headdim_v);
-}
-
-// Values of 16 bits: rounded and transposed, once or twice.
-template <typename T, int kDim>
-__device__ void quantise_values(const QuantiseParams& params, const QuantisedRows& rows,
-                                TransposedValues<kDim>& shared,
-                                float (&maxima)[kQuantiseThreads / 32]) {
-  ValueItems<kDim> x = {};
-  read_values<T, kDim>(params.v, rows, params.headdim_v, [&](int item, int key, const T* source) {
-    if (source != nullptr) read_eight(x[item][key], source);
-  });
-  float largest = 0.f;
-  for_each_value(x, [&](float& element) { largest = ptx::max_nan(largest, fabsf(element)); });
-  const float scale = power_of_two_step(largest_of_block(largest, maxima));
-  if (threadIdx.x == 0) scale_of(params.v_scale, rows, rows.block) = scale;
-  const float factor = __fdiv_rn(1.f, scale);
-  for_each_value(x, [&](float& element) { element *= factor; });
-  write_term(x, params.v_out, rows, params.headdim_v, shared);
-  if (params.v_low.data != nullptr) {
-    write_term(x, params.v_low, rows, params.headdim_v, shared);
   }
-}
 
-// Thread blocks of an SM, as many as registers allow.
-template <typename T, int kDim>
-constexpr int kQuantiseBlocks = sizeof(T) == 1              ? 4
-                                : kDim == 64 || kDim == 128 ? 2
-                                                            : 1;
+  __device__ void round(Role role, const QuantisedRows& rows, int stage) {
+    if (role == Role::kValues) {
+      round_values(rows, stage);
+    } else if (role == Role::kKeys) {
+      rotate_and_round<true>(rows, stage, params_.k_out, params_.k_scale);
+    } else {
+      rotate_and_round<false>(rows, stage, params_.q_out, params_.q_scale);
+    }
+  }
 
-// T: of q, k and v. Quantised: of q and k afterwards. kDim: of their heads afterwards, and the most
-// of those of v.
-// Grid: blocks of 128 rows of v, then of k, then of q; what takes longest comes first.
-template <typename T, typename Quantised, int kDim>
-__global__ void __launch_bounds__(kQuantiseThreads, kQuantiseBlocks<T, kDim>)
+ private:
+  __device__ float (&maxima()) [Config::kWarps] {
+    parity_ = !parity_;
+    return shared_.maxima[parity_];
+  } __device__ uint4 read(int stage, int slot) const {
+    return shared_.slots[stage][slot][threadIdx.x];
+  }
+
+  // kOneScale: of all 128 rows; else each has its own.
+  template <bool kOneScale>
+  __device__ void rotate_and_round(const QuantisedRows& rows, int stage, const Operand& to,
+                                   const Scales& scales) {
+    using Rotation = RandomRotation<T, kDim>;
+    typename Rotation::Rows x;
+    Rotation::apply(x, ptx::opaque(lane_),
+                    [&](int i, int half) { return read(stage, 2 * i + half); });
+    float largest[2] = {};
+#pragma unroll
+    for (int i = 0; i < 4 * kParts; ++i) {
+      const float (&pairs)[4] = x[i / 4][i % 4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        largest[p / 2] = ptx::max_nan(largest[p / 2], fabsf(pairs[p]));
+      }
+    }
+    if (kOneScale) {
+      largest[0] = largest_of_block(ptx::max_nan(largest[0], largest[1]), maxima());
+      largest[1] = largest[0];
+    }
+    const float norm = rsqrtf(static_cast<float>(kDim));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!kOneScale) largest[half] = largest_of_lanes(largest[half], 4);
+      const float scale = step_of<Quantised>(largest[half] * norm);
+      const int row = first_row_ + 8 * half;
+      const bool exists = row < rows.count;
+      const bool writes = kOneScale ? threadIdx.x == 0 && half == 0 : lane_ % 4 == 0 && exists;
+      if (writes) scale_of(scales, rows, kOneScale ? rows.block : rows.first + row) = scale;
+      if (!exists) continue;
+      auto* const target = static_cast<uint8_t*>(to.data) + rows.batch * to.batch_stride +
+                           int64_t{1} * (rows.first + row) * to.row_stride +
+                           rows.head * to.head_stride + lane_ % 4 * 8;
+      const float factor = __fdividef(norm, scale);
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const auto pack_pairs = [&](int m) {
+          const float (&low)[4] = x[i][2 * m], (&high)[4] = x[i][2 * m + 1];
+          return pack_four(low[2 * half] * factor, low[2 * half + 1] * factor,
+                           high[2 * half] * factor, high[2 * half + 1] * factor, Quantised());
+        };
+        *reinterpret_cast<uint2*>(target + 32 * i) = make_uint2(pack_pairs(0), pack_pairs(1));
+      }
+    }
+  }
+
+  __device__ void round_values(const QuantisedRows& rows, int stage) {
+    Pair largest = {};
+    Transposed::for_each_item([&](int item, int, int) {
+#pragma unroll
+      for (int key = 0; key < 4; ++key) {
+        const uint4 numbers = read(stage, 4 * item + key);
+        for (uint32_t pair : {numbers.x, numbers.y, numbers.z, numbers.w}) {
+          largest = __hmax2_nan(largest, __habs2(reinterpret_cast<const Pair&>(pair)));
+        }
+      }
+    });
+    const float2 both = unpack<T>(reinterpret_cast<const uint32_t&>(largest));
+    const float scale = power_of_two_step(largest_of_block(ptx::max_nan(both.x, both.y), maxima()));
+    if (threadIdx.x == 0) scale_of(params_.v_scale, rows, rows.block) = scale;
+    const float factor = __fdiv_rn(1.f, scale);
+    write_term<false>(rows, stage, factor, params_.v_out);
+    if (params_.v_low.data != nullptr) write_term<true>(rows, stage, factor, params_.v_low);
+  }
+
+  // Rounds the values, or what that loses, and writes them transposed.
+  template <bool kLow>
+  __device__ void write_term(const QuantisedRows& rows, int stage, float factor,
+                             const Operand& to) {
+    Transposed::for_each_item([&](int item, int word, int col) {
+      float x[4][8];
+#pragma unroll
+      for (int key = 0; key < 4; ++key) {
+        const uint4 numbers = read(stage, 4 * item + key);
+        const uint32_t pairs[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 pair = unpack<T>(pairs[i]);
+          x[key][2 * i] = pair.x * factor, x[key][2 * i + 1] = pair.y * factor;
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        uint32_t rounded = ptx::pack_e4m3(x[0][c], x[1][c], x[2][c], x[3][c]);
+        if constexpr (kLow) {
+          float lost[4];
+#pragma unroll
+          for (int key = 0; key < 4; ++key) {
+            __nv_fp8_e4m3 number;
+            number.__x = rounded >> key * 8 & 0xff;
+            lost[key] = x[key][c] - static_cast<float>(number);
+          }
+          rounded = ptx::pack_e4m3(lost[0], lost[1], lost[2], lost[3]);
+        }
+        shared_.transposed.word(col + c, word) = rounded;
+      }
+    });
+    shared_.transposed.store(to, rows, params_.headdim_v);
+  }
+};
+
+// Grid: thread blocks that take every gridDim.x-th tile.
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     quantise_kernel(const __grid_constant__ QuantiseParams params) {
-  __shared__ TransposedValues<kDim> transposed;
-  __shared__ float largest[kQuantiseThreads / 32];
+  extern __shared__ __align__(16) unsigned char memory[];
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
 
-  const int keys_batch = params.cu_seqlens_k == nullptr ? params.batch : 1;
-  const int64_t of_keys = int64_t{1} * params.blocks * params.nheads_kv * keys_batch;
-  const int64_t index = blockIdx.x;
-  // Heads of the same rows are neighbours: memory has them side by side.
-  const auto rows_of_keys = [&](int64_t i) {
-    const int head = static_cast<int>(i % params.nheads_kv);
-    const int block = static_cast<int>(i / params.nheads_kv % params.blocks);
-    return keys_of_block(params, static_cast<int>(i / params.nheads_kv / params.blocks), head,
-                         block);
-  };
-  if (index < of_keys) {
-    const QuantisedRows rows = rows_of_keys(index);
-    if constexpr (sizeof(T) == 1) {
-      transpose_values(params, rows, transposed);
-    } else {
-      quantise_values<T>(params, rows, transposed, largest);
+  const QuantiseTiles tiles(params);
+  Quantiser<Config> quantiser(params, *reinterpret_cast<typename Config::Shared*>(memory));
+  QuantisedRows next = tiles.rows(blockIdx.x);
+  quantiser.load(tiles.role(blockIdx.x), next, 0);
+  ptx::cp_async_commit();
+  int stage = 0;
+  for (int64_t index = blockIdx.x; index < tiles.count; index += gridDim.x, stage ^= 1) {
+    const QuantisedRows rows = next;
+    if (const int64_t following = index + gridDim.x; following < tiles.count) {
+      next = tiles.rows(following);
+      quantiser.load(tiles.role(following), next, stage ^ 1);
     }
-  } else if constexpr (sizeof(T) == 2) {
-    if (index < 2 * of_keys) {
-      rotate_and_round<T, Quantised, kDim, true>(params.k, params.k_out, params.k_scale,
-                                                 rows_of_keys(index - of_keys), params.headdim,
-                                                 largest);
-    } else {
-      const int64_t rest = index - 2 * of_keys;
-      const int blocks = (params.seqlen_q + kScaledKeys - 1) / kScaledKeys;
-      const int head = static_cast<int>(rest % params.nheads);
-      const int first = static_cast<int>(rest / params.nheads % blocks) * kScaledKeys;
-      const int batch = static_cast<int>(rest / params.nheads / blocks);
-      const QuantisedRows rows{batch, head, first, min(params.seqlen_q - first, kScaledKeys), 0};
-      rotate_and_round<T, Quantised, kDim, false>(params.q, params.q_out, params.q_scale, rows,
-                                                  params.headdim, largest);
-    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<1>();
+    quantiser.round(tiles.role(index), rows, stage);
   }
 }
 

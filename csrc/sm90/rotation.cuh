@@ -1,10 +1,16 @@
 // The random rotation of q and k before they are quantised: x -> (x * sign) H / sqrt(kDim). It
 // spreads outliers over all columns and leaves their products as they are. H is a Hadamard matrix:
-// Sylvester's, or for 96 and 192 the Kronecker product of Paley's of order 12 and Sylvester's.
+// Sylvester's, or for 96 and 192 the Kronecker product of Williamson's of order 12 and Sylvester's.
 // flash_attn/_backends/quantisation.py has the same.
+//
+// Tensor cores multiply by what mixes columns of different lanes, exactly: x has 16 bits, the
+// factors are 1 and -1. The rest are additions of what a lane has.
 #pragma once
 
 #include <cstdint>
+
+#include "common/pack.h"
+#include "ptx/mma_sync.h"
 
 namespace flash::sm90 {
 
@@ -15,125 +21,108 @@ __host__ __device__ constexpr uint32_t sign_bits(int word) {
   return kWords[word];
 }
 
-// Whether Paley's matrix of order 12 has -1 at (row, col): from the squares modulo 11.
-__host__ __device__ constexpr bool paley_is_negative(int row, int col) {
-  constexpr unsigned kSquares = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 9;
-  if (row == 0) return false;
-  if (col == 0) return true;
-  return !(kSquares >> ((row - col + 11) % 11) & 1);
-}
-
-// The rows in which it has -1 in a column, as bits.
-__host__ __device__ constexpr uint32_t paley_negative_rows(int col) {
-  uint32_t rows = 0;
-  for (int row = 0; row < 12; ++row) rows |= uint32_t{paley_is_negative(row, col)} << row;
-  return rows;
-}
-
-// Four neighbouring lanes share a row: lane t = lane % 4 has columns 32 i + 8 t + e, as x[i][e].
-template <int kDim>
-struct Rotation4 {
+// Of a warp, for its lane 4 g + t. A column is 32 i + 8 t + 4 m + 2 r + p, with m, r and p of one
+// bit: before, a lane has those of its t for rows g and g + 8, and afterwards too.
+template <typename T, int kDim>
+class RandomRotation {
+ public:
   static constexpr int kParts = kDim / 32;
-  static constexpr bool kPaley = kDim % 12 == 0;
-  // Of the columns the lowest log2(kSylvester) bits are Sylvester's.
-  static constexpr int kSylvester = kPaley ? kDim / 12 : kDim;
-  static_assert(!kPaley || kSylvester == 8 || kSylvester == 16);
+  // [i][2 m + r]: columns p = 0 and 1 of row g, then of row g + 8.
+  using Rows = float[kParts][4][4];
 
-  // The sum and the difference with what lane t ^ distance has.
-  __device__ static void butterfly_of_lanes(float (&x)[kParts][8], int t, int distance) {
-    const float sign = t & distance ? -1.f : 1.f;
+  // x = rows * sqrt(kDim) afterwards. read(i, half): a lane's eight columns of row g or g + 8
+  template <typename Read>
+  __device__ static void apply(Rows& x, int lane, Read read) {
+    const int g = lane / 4, t = lane % 4;
+    const bool minus = __popc(t & g / 2) & 1;  // the result's t is g / 2 here, and its p is g % 2
+    const uint32_t signs = pack(minus ? -1.f : 1.f, minus != (g % 2 == 1) ? -1.f : 1.f, T());
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
+      const uint4 upper = read(i, 0), lower = read(i, 1);
+      const uint32_t bits = sign_bits(i) >> 8 * t;
+      const auto sign = [=](int pair) {
+        return (bits >> 2 * pair & 1) << 15 | (bits >> 2 * pair & 2) << 30;
+      };
+      const uint32_t a[2][4] = {
+          {upper.x ^ sign(0), lower.x ^ sign(0), upper.y ^ sign(1), lower.y ^ sign(1)},
+          {upper.z ^ sign(2), lower.z ^ sign(2), upper.w ^ sign(3), lower.w ^ sign(3)}};
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        x[i][e] = fmaf(sign, x[i][e], __shfl_xor_sync(0xffffffff, x[i][e], distance));
-      }
-    }
-  }
-
-  __device__ static void apply(float (&x)[kParts][8], int t) {
+      for (int pair = 0; pair < 4; ++pair) {
+        float (&sums)[4] = x[i][pair];
+        sums[0] = sums[1] = sums[2] = sums[3] = 0.f;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const uint32_t signs = sign_bits(i) >> 8 * t;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[i][e] = signs >> e & 1 ? -x[i][e] : x[i][e];
-#pragma unroll
-      for (int step = 1; step < 8; step *= 2) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (e & step) continue;
-          const float low = x[i][e], high = x[i][e | step];
-          x[i][e] = low + high, x[i][e | step] = low - high;
+        for (int m = 0; m < 2; ++m) {
+          if (!kMixesM && m != pair / 2) continue;
+          ptx::mma_m16n8k16(sums, a[m], factors(signs, m, 0, pair), factors(signs, m, 1, pair),
+                            T());
         }
       }
     }
-    if constexpr (kSylvester >= 16) butterfly_of_lanes(x, t, 1);
-    if constexpr (kSylvester >= 32) butterfly_of_lanes(x, t, 2);
-    if constexpr (kPaley) {
-      multiply_by_paley(x, t);
-    } else {
 #pragma unroll
-      for (int step = 1; step < kParts; step *= 2) {
+    for (int p = 0; p < 4; ++p) {
+      if constexpr (kDim == 96) {
+        multiply_by_williamson([&](int group, int e) -> float& { return x[e][group][p]; });
+      } else if constexpr (kDim == 192) {
 #pragma unroll
-        for (int i = 0; i < kParts; ++i) {
-          if (i & step) continue;
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            const float low = x[i][e], high = x[i | step][e];
-            x[i][e] = low + high, x[i | step][e] = low - high;
-          }
+        for (int r = 0; r < 2; ++r) {
+          multiply_by_williamson([&](int group, int e) -> float& {
+            return x[group / 2 * 3 + e][group % 2 * 2 + r][p];
+          });
         }
+      } else {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) multiply_by_sylvester(x, pair, p);
       }
     }
   }
 
  private:
-  // Of the twelve columns of Paley's matrix: those of part i are kTwelfths * i and on, one for each
-  // kLanes lanes.
-  static constexpr int kLanes = kSylvester / 8, kTwelfths = 4 / (kPaley ? kLanes : 1);
+  // Whether those bits of a column are Sylvester's.
+  static constexpr bool kMixesM = kDim != 96 && kDim != 192, kMixesR = kDim != 96;
 
-  // Rows in which Paley's matrix has -1 in the column of part `to` of lane t: a bit for each.
-  __device__ static uint32_t negative_rows(int to, int t) {
-    uint32_t rows = 0;
-#pragma unroll
-    for (int i = 0; i < kTwelfths; ++i) {
-      const uint32_t of_column = paley_negative_rows(kTwelfths * to + i);
-      rows = t / kLanes == i ? of_column : rows;
-    }
-    return rows;
+  // B operand of columns (m, r) before, `pair` afterwards. signs: of t, g and p
+  __device__ static uint32_t factors(uint32_t signs, int m, int r, int pair) {
+    const int new_m = pair / 2, new_r = pair % 2;
+    if (!kMixesR && r != new_r) return 0;
+    const bool minus = (kMixesM && m & new_m) != (kMixesR && r & new_r);
+    return minus ? signs ^ 0x80008000 : signs;
   }
 
-  __device__ static void multiply_by_paley(float (&x)[kParts][8], int t) {
-    constexpr int kSome = 4;  // columns at a time: registers are few
+  __device__ static void multiply_by_sylvester(Rows& x, int pair, int p) {
 #pragma unroll
-    for (int first = 0; first < 8; first += kSome) {
-      float sums[kParts][kSome] = {};
-#pragma unroll
-      for (int distance = 0; distance < 4; distance += kLanes) {
-        uint32_t negative[kParts];  // bit kTwelfths * i: for part i of the other lane
-#pragma unroll
-        for (int to = 0; to < kParts; ++to) {
-          negative[to] = negative_rows(to, t) >> (t ^ distance) / kLanes;
-        }
-#pragma unroll
-        for (int from = 0; from < kParts; ++from) {
-          float theirs[kSome];
-#pragma unroll
-          for (int e = 0; e < kSome; ++e) {
-            theirs[e] = __shfl_xor_sync(0xffffffff, x[from][first + e], distance);
-          }
-#pragma unroll
-          for (int to = 0; to < kParts; ++to) {
-            const float sign = negative[to] >> kTwelfths * from & 1 ? -1.f : 1.f;
-#pragma unroll
-            for (int e = 0; e < kSome; ++e) sums[to][e] = fmaf(sign, theirs[e], sums[to][e]);
-          }
-        }
-      }
+    for (int step = 1; step < kParts; step *= 2) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
+        if (i & step) continue;
+        const float low = x[i][pair][p], high = x[i | step][pair][p];
+        x[i][pair][p] = low + high, x[i | step][pair][p] = low - high;
+      }
+    }
+  }
+
+  // at(group, e): of 4 groups of 3. Blocks of the matrix are J on the diagonal, the matrix of ones,
+  // and J - 2 or its negative elsewhere.
+  template <typename At>
+  __device__ static void multiply_by_williamson(At at) {
+    constexpr uint32_t kNegative[4] = {0b0000, 0b0101, 0b1001, 0b0011};  // bit: the other column
+    float sums[4], rest[4][3];
 #pragma unroll
-        for (int e = 0; e < kSome; ++e) x[i][first + e] = sums[i][e];
+    for (int group = 0; group < 4; ++group) {
+      sums[group] = at(group, 0) + at(group, 1) + at(group, 2);
+#pragma unroll
+      for (int e = 0; e < 3; ++e) rest[group][e] = fmaf(-2.f, at(group, e), sums[group]);
+    }
+#pragma unroll
+    for (int group = 0; group < 4; ++group) {
+#pragma unroll
+      for (int e = 0; e < 3; ++e) {
+        float sum = sums[group];
+#pragma unroll
+        for (int from = 0; from < 4; ++from) {
+          if (from == group) continue;
+          sum += kNegative[from] >> group & 1 ? -rest[from][e] : rest[from][e];
+        }
+        at(group, e) = sum;
       }
     }
   }

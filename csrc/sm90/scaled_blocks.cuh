@@ -1,6 +1,8 @@
 // Blocks of keys that share a scale, where operands have 8 bits; and the order of keys in them.
 #pragma once
 
+#include <cstdint>
+
 #include "params.h"
 
 namespace flash::sm90 {
@@ -42,6 +44,25 @@ __device__ inline QuantisedRows keys_of_block(const QuantiseParams& params, int 
   const int behind = (block - begin / kScaledKeys - low) * kScaledKeys;
   if (behind < 0 || begin + behind >= end) return {0, head, 0, 0, block};
   return {0, head, begin + behind, min(end - begin - behind, kScaledKeys), block};
+}
+
+// Tiles of v, or of k: 128 rows of a head each.
+__host__ __device__ inline int64_t tiles_of_keys(const QuantiseParams& params) {
+  return int64_t{1} * params.blocks * params.nheads_kv *
+         (params.cu_seqlens_k == nullptr ? params.batch : 1);
+}
+// Of v, k and q.
+__host__ __device__ inline int64_t count_tiles(const QuantiseParams& params) {
+  const int of_head = (params.seqlen_q + kScaledKeys - 1) / kScaledKeys;
+  return 2 * tiles_of_keys(params) + int64_t{1} * of_head * params.nheads * params.batch_q;
+}
+
+// Heads of the same rows are neighbours: memory has them side by side.
+__device__ inline QuantisedRows keys_of_tile(const QuantiseParams& params, int64_t tile) {
+  const int head = static_cast<int>(tile % params.nheads_kv);
+  const int block = static_cast<int>(tile / params.nheads_kv % params.blocks);
+  return keys_of_block(params, static_cast<int>(tile / params.nheads_kv / params.blocks), head,
+                       block);
 }
 
 }  // namespace flash::sm90

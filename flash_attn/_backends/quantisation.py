@@ -142,27 +142,48 @@ def _rotated(x: Tensor, headdim: int) -> Tensor:
 def rotation(headdim: int, device: torch.device) -> Tensor:
     """Return diag(sign) H / sqrt(headdim), orthogonal, (headdim, headdim) float32.
 
-    H is a Hadamard matrix: Sylvester's, or for 96 and 192 the Kronecker product of Paley's of 12
-    and Sylvester's. It is computed where it is used: a copy could not be captured in a CUDA graph.
+    H is a Hadamard matrix: Sylvester's, or for 96 and 192 the Kronecker product of Williamson's of
+    12 and Sylvester's, with columns in the kernel's order (csrc/sm90/rotation.cuh). It is computed
+    where it is used: a copy could not be captured in a CUDA graph.
     """
+    column = torch.arange(headdim, device=device)
     order = 12 if headdim % 12 == 0 else 1
-    i = torch.arange(headdim // order, device=device)
+    i = column[: headdim // order]
     common = i[:, None] & i
     for shift in (4, 2, 1):  # the parity of their bits
         common = common ^ (common >> shift)
     hadamard = 1.0 - 2.0 * (common & 1)
     if order > 1:
-        hadamard = torch.kron(_paley(device), hadamard)
+        place = _place_of_column(column)
+        hadamard = torch.kron(_williamson(device), hadamard)[place[:, None], place]
     bit = torch.arange(32, device=device)
     negative = torch.cat([(word >> bit) & 1 for word in _SIGNS])[:headdim]
     return (1.0 - 2.0 * negative)[:, None] * hadamard / math.sqrt(headdim)
 
 
-def _paley(device: torch.device) -> Tensor:
-    """The Hadamard matrix of order 12 from the squares modulo 11."""
-    squares = sum(1 << x for x in {x * x % 11 for x in range(11)})  # as bits, with 0
-    i = torch.arange(11, device=device)
-    inner = ((squares >> ((i[:, None] - i) % 11)) & 1) * 2.0 - 1.0
-    matrix = torch.nn.functional.pad(inner, (1, 0, 1, 0), value=1.0)
-    matrix[1:, 0] = -1.0
-    return matrix
+def _place_of_column(column: Tensor) -> Tensor:
+    """Where the columns of 96 or 192 are in the Kronecker product.
+
+    A column is 32 (3 h + e) + 8 t + 4 m + 2 r + p. Williamson's matrix mixes e, m, and what of h
+    and r makes four groups; Sylvester's mixes the others.
+    """
+    h, e, t, eighth = column // 96, column // 32 % 3, column // 8 % 4, column % 8
+    if len(column) == 96:
+        group, rest = eighth // 2, 2 * t + eighth % 2
+    else:
+        group, rest = 2 * h + eighth // 4, 4 * t + eighth % 4
+    return (3 * group + e) * (len(column) // 12) + rest
+
+
+def _williamson(device: torch.device) -> Tensor:
+    """The Hadamard matrix of order 12 in 4 x 4 blocks of 3 x 3: J is the matrix of ones.
+
+    Blocks are J on the diagonal and J - 2 elsewhere, with signs: 3 J - 3 (J - 2)^2 = 12.
+    """
+    i = torch.arange(4, device=device)
+    # Bits: the columns in which a row of blocks is negative.
+    rows = (0b0000, 0b0101, 0b1001, 0b0011)
+    signs = torch.stack([1.0 - 2.0 * ((row >> i) & 1) for row in rows])
+    one = torch.eye(3, device=device)
+    outer = torch.kron(signs, torch.ones_like(one) - 2.0 * one)
+    return outer + torch.kron(torch.eye(4, device=device), 2.0 * one)

@@ -16,6 +16,7 @@ using std::max, std::min;
 float __log2f(float);
 float __fdividef(float, float);
 bool __any_sync(unsigned, bool);
+int __popc(unsigned x) { return __builtin_popcount(x); }
 
 #include "sm90/e4m3_probabilities.cuh"
 #include "sm90/rotation.cuh"
@@ -137,26 +138,41 @@ void check_blocks() {
   }
 }
 
-template <int kDim>
-void check_rotation() {
-  constexpr int kParts = kDim / 32;
-  std::vector<int> matrix(kDim * kDim), x(kDim);
-  for (int& sign : matrix) sign = read_number();
-  for (int trial = 0; trial < 3; ++trial) {
-    for (int& element : x) element = static_cast<int>(engine() % 201) - 100;
-    std::vector<float> found(kDim);
-    run_lanes(4, [&](int t) {
-      float part[kParts][8];
-      for (int i = 0; i < kDim / 4; ++i) part[i / 8][i % 8] = x[i / 8 * 32 + 8 * t + i % 8];
-      Rotation4<kDim>::apply(part, t);
-      for (int i = 0; i < kDim / 4; ++i) found[i / 8 * 32 + 8 * t + i % 8] = part[i / 8][i % 8];
+// Of 16 rows; whole numbers leave no rounding.
+template <typename T, int kDim>
+void check_rotation(const std::vector<int>& matrix) {
+  static T x[16][kDim];
+  static float found[16][kDim];
+  for (auto& row : x) {
+    for (T& element : row) element = T(static_cast<float>(static_cast<int>(engine() % 201) - 100));
+  }
+  run_lanes(32, [&](int lane) {
+    const int g = lane / 4, t = lane % 4;
+    typename RandomRotation<T, kDim>::Rows part;
+    RandomRotation<T, kDim>::apply(part, lane, [&](int i, int half) {
+      uint4 eight;
+      std::memcpy(&eight, &x[g + 8 * half][32 * i + 8 * t], sizeof eight);
+      return eight;
     });
+    for (int i = 0; i < kDim / 2; ++i) {
+      const int pair = i / 4 % 4, p = i % 4;
+      found[g + p / 2 * 8][i / 16 * 32 + 8 * t + 2 * pair + p % 2] = part[i / 16][pair][p];
+    }
+  });
+  for (int row = 0; row < 16; ++row) {
     for (int col = 0; col < kDim; ++col) {
-      int expected = 0;
-      for (int row = 0; row < kDim; ++row) expected += x[row] * matrix[row * kDim + col];
-      compare("rotation", found[col], expected);
+      float expected = 0;
+      for (int k = 0; k < kDim; ++k) expected += float(x[row][k]) * matrix[k * kDim + col];
+      compare("rotation", found[row][col], expected);
     }
   }
+}
+template <int kDim>
+void check_rotations() {
+  std::vector<int> matrix(kDim * kDim);
+  for (int& sign : matrix) sign = read_number();
+  check_rotation<__half, kDim>(matrix);
+  check_rotation<__nv_bfloat16, kDim>(matrix);
 }
 
 int main() {
@@ -165,10 +181,10 @@ int main() {
   check_product<64, 64>();
   check_product<64, 256>();
   for (int cases = read_number(); cases > 0; --cases) check_blocks();
-  check_rotation<64>();
-  check_rotation<96>();
-  check_rotation<128>();
-  check_rotation<192>();
-  check_rotation<256>();
+  check_rotations<64>();
+  check_rotations<96>();
+  check_rotations<128>();
+  check_rotations<192>();
+  check_rotations<256>();
   return failed;
 }

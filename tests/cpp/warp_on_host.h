@@ -2,6 +2,9 @@
 // PTX defines them.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -88,5 +91,32 @@ inline void ldmatrix(uint32_t (&x)[4], uint32_t address, bool transposed) {
 }
 inline void ldmatrix_x4(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, true); }
+
+template <typename T>
+inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static float all_a[16][16], all_b[16][8];
+  const int g = this_lane / 4, t = this_lane % 4;
+  for (int j = 0; j < 2; ++j) {
+    const auto number = [&](uint32_t pair) {
+      T x;
+      std::memcpy(&x, reinterpret_cast<char*>(&pair) + 2 * j, 2);
+      return static_cast<float>(x);
+    };
+    for (int i = 0; i < 4; ++i) all_a[g + i % 2 * 8][2 * t + i / 2 * 8 + j] = number(a[i]);
+    all_b[2 * t + j][g] = number(b0), all_b[2 * t + 8 + j][g] = number(b1);
+  }
+  meet();
+  for (int i = 0; i < 4; ++i) {
+    for (int k = 0; k < 16; ++k) c[i] += all_a[g + i / 2 * 8][k] * all_b[k][2 * t + i % 2];
+  }
+  meet();
+}
+inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+  mma<__half>(c, a, b0, b1);
+}
+inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                         __nv_bfloat16) {
+  mma<__nv_bfloat16>(c, a, b0, b1);
+}
 
 }  // namespace flash::ptx
