@@ -324,6 +324,19 @@ def test_pass_before_attention(on_kernels, passes, layout, headdim, level):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_pass_of_many_tiles(on_kernels, headdim, level):
+    """Thread blocks take one tile after another; alone a sequence has fewer than there are SMs."""
+    q = randn(6, 1000, 6, headdim, dtype=torch.bfloat16, device=on_kernels)
+    k, v = (randn(6, 1100, 3, headdim, dtype=torch.bfloat16, device=on_kernels) for _ in "kv")
+    out = flash_attn_fp8_func(q, k, v, level=level)
+    for i in range(len(q)):
+        part = slice(i, i + 1)
+        assert torch.equal(out[part], flash_attn_fp8_func(q[part], k[part], v[part], level=level))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", NO_DROPOUT)
 @pytest.mark.parametrize("layout", LAYOUTS)
