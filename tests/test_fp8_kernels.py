@@ -379,6 +379,16 @@ def test_lengths_on_kernels(on_kernels, headdim, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_leftover_tiles_on_kernels(on_kernels, headdim, kind):
+    """When each SM has had one tile of a head, five heads are left: their keys are divided."""
+    heads = torch.cuda.get_device_properties(on_kernels).multi_processor_count + 5
+    with cuda.changed_setting("tile", 0), cuda.changed_setting("num_splits", -3):
+        check(dense(1, 20, 400, heads, heads, headdim, device=on_kernels, causal=True), kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [1, 3, 8, 32])
 def test_groups_on_kernels(on_kernels, group, kind):
     for seqlen_q in (1, 5, 130):

@@ -298,6 +298,29 @@ def test_many_divided_tiles(device):
         check(many_tiles(device), backward=False)
 
 
+@of_each_kernel
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_leftover_tiles_in_parts(device, mask, headdims):
+    """When each SM has had one tile of a head, five heads are left: their keys are divided."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    heads = sms + 5
+    problem = dense(
+        1, 20, 500, heads, heads, *headdims, dtype=torch.bfloat16, device=device, **MASKS[mask]
+    )
+    for tile in range(tile_count(headdims, "plain")):
+        with cuda.changed_setting("tile", tile):
+            with cuda.changed_setting("num_splits", 1):
+                whole, _ = run(problem, backward=False)
+            with cuda.changed_setting("num_splits", -3):
+                divided, _ = run(problem, backward=False)
+        assert_matches_oracle(divided, problem)
+        equal = (whole["lse"] == divided["lse"]).flatten(0, 1).all(-1)
+        streams = headdims[0] <= 96 and tile == 0  # two tiles share an SM: none is divided
+        assert equal[:sms].all()
+        assert equal.all() == streams
+    assert not any(map(torch.any, cuda._kept_zeros.values()))
+
+
 # ---- at once -------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   schedule.splits = plan.splits;
   schedule.tiles = static_cast<int>(tiles);
   schedule.whole = plan.whole;
+  schedule.tickets = schedule.count_tickets();
   schedule.section = plan.section;
   schedule.clear_tail_q = params.cu_seqlens_q != nullptr;
   schedule.clear_tail_k = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr;
@@ -139,7 +140,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   }
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t key_tiles = params.cu_seqlens_k == nullptr
-                                ? schedule.tickets()
+                                ? schedule.tickets
                                 : (params.total_k / Config::kBlockN + int64_t{1} * params.batch) *
                                       params.nheads_kv * schedule.splits;
   if (key_tiles > INT_MAX) refuse_tiles(key_tiles);

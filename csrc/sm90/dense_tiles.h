@@ -16,8 +16,11 @@ struct TileSchedule {
   int last_section;  // heads of the last one, whose short tiles keep all SMs busy to the end
   int tiles;         // in all, if sequences are dense
   int whole;         // of these, not divided
+  int tickets;       // of whole tiles, and of parts if the same launch has them: see count_tickets
 
-  __host__ __device__ int tickets() const { return whole + (tiles - whole) * splits; }
+  __host__ __device__ int count_tickets() const {
+    return whole + (splits == 1 ? 0 : (tiles - whole) * splits);
+  }
 };
 
 struct alignas(16) Tile {

@@ -64,15 +64,31 @@ struct QueryBlocks {
   }
 };
 
-template <typename SharedStorage>
+// The ticket that a stream of a thread block starts with.
+template <typename Config>
+__device__ int first_ticket(const ForwardSchedule& schedule, int stream) {
+  return stream * gridDim.x + blockIdx.x + (Config::kDivided ? schedule.whole : 0);
+}
+
+// Who has a part of a tile draws no other.
+template <typename Config, typename Scheduler>
+__device__ void draw_next(Scheduler& scheduler) {
+  if constexpr (Config::kDivided) {
+    scheduler.finish();
+  } else {
+    scheduler.next();
+  }
+}
+
+template <typename Config>
 __device__ void distribute_tiles(const ForwardParams& params, const ForwardSchedule& schedule,
-                                 SharedStorage& shared, int lane) {
-  TileScheduler scheduler(params.counters, schedule, QueryBlocks{params, schedule}, blockIdx.x,
-                          gridDim.x, lane);
+                                 typename Config::SharedStorage& shared, int lane) {
+  TileScheduler scheduler(params.counters, schedule, QueryBlocks{params, schedule},
+                          first_ticket<Config>(schedule, 0), gridDim.x, lane);
   TilePipeline::State tile_state;
   PipelineState<1> wanted_state;
   const auto draw = [&] {
-    scheduler.next();
+    draw_next<Config>(scheduler);
     return scheduler.tile();
   };
   for (Tile tile = scheduler.tile();;) {
@@ -218,9 +234,9 @@ template <typename Config>
 __device__ void produce_all(Producer<Config> producer, int stream) {
   TileScheduler scheduler(
       producer.params.counters, producer.schedule, QueryBlocks{producer.params, producer.schedule},
-      stream * gridDim.x + blockIdx.x, Config::kStreams * gridDim.x, producer.lane);
+      first_ticket<Config>(producer.schedule, stream), Config::kStreams * gridDim.x, producer.lane);
   TilePipeline::State tile_state;
-  for (;; scheduler.next()) {
+  for (;; draw_next<Config>(scheduler)) {
     const Tile tile = scheduler.tile();
     producer.shared.tiles.send(tile, tile_state, producer.lane);
     if (tile.batch < 0) return;
@@ -424,7 +440,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     auto& shared = shared_of_stream[kStreams == 1 ? 0 : helper % kStreams];
     Producer<Config> producer{params, maps, schedule, shared, lane};
     if constexpr (kStreams == 1) {
-      if (helper == 0) distribute_tiles(params, schedule, shared, lane);
+      if (helper == 0) distribute_tiles<Config>(params, schedule, shared, lane);
       if (helper == 1) produce_keys(producer);
       if (helper == 2) produce_values(producer);
     } else {

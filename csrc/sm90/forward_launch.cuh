@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <climits>
 #include <cstdint>
 #include <functional>
 #include <numeric>
@@ -34,8 +35,10 @@ constexpr int kLastSections = 3;
 constexpr int kDrawEarlyKeys = 2048;
 constexpr int kDrawEarlyTiles = 6;
 
+// whole: tiles that are not divided, at most
 template <typename Config>
-ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
+ForwardSchedule make_schedule(const ForwardParams& params, int whole) {
+  const int splits = Config::kDivided ? std::min(params.num_splits, kMostSplits) : 1;
   ForwardSchedule schedule{};
   schedule.splits = splits;
   schedule.group = heads_in_tile(params, Config::kFeatures, Config::kBlockM);
@@ -45,7 +48,8 @@ ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
   schedule.heads_of_kv = schedule.heads / params.nheads_kv;
   schedule.blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
   schedule.tiles = schedule.blocks * schedule.heads * params.batch;
-  schedule.whole = splits == 1 ? schedule.tiles : 0;
+  schedule.whole = std::min(whole, schedule.tiles);
+  schedule.tickets = schedule.count_tickets();
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   const int64_t head_bytes = int64_t{sizeof(typename Config::T)} * params.seqlen_k *
@@ -60,13 +64,15 @@ ForwardSchedule make_schedule(const ForwardParams& params, int splits) {
   schedule.last_section =
       std::min(heads_of(last_tiles / (int64_t{1} * schedule.blocks * schedule.heads_of_kv) + 1),
                heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv));
-  schedule.section *= splits;
-  schedule.last_section *= splits;
+  if (whole == 0) {
+    schedule.section *= splits;
+    schedule.last_section *= splits;
+  }
   // Drawing takes about a microsecond. Where tiles are short it is hidden, where they differ much
   // they had better not be reserved for a busy thread block.
   schedule.draw_early =
       !masked || (params.seqlen_k <= kDrawEarlyKeys &&
-                  schedule.tickets() > int64_t{kDrawEarlyTiles} * multiprocessors());
+                  schedule.tickets > int64_t{kDrawEarlyTiles} * multiprocessors());
   // A box may not cross pages, which leftpad_k may begin within.
   schedule.key_box_rows = params.block_table == nullptr ? Config::kBlockN
                           : params.leftpad_k != nullptr
@@ -147,25 +153,25 @@ template <typename Config>
 using ForwardLauncher = std::function<void(const typename Config::Params&, cudaStream_t)>;
 
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
+// A kernel that does not divide takes the first `whole` tiles, one that does the others.
 template <typename Config>
-ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspaces& wanted) {
+ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whole) {
   constexpr auto kKernel = forward_kernel<Config>;
   constexpr size_t kSharedBytes = shared_bytes<Config>();
   allow_launches<Config>();
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const int splits = Config::kDivided ? std::min(params.num_splits, kMostSplits) : 1;
-  const ForwardSchedule schedule = make_schedule<Config>(params, splits);
-  wanted.add_kept_zero("counters", params.counters);
+  const ForwardSchedule schedule = make_schedule<Config>(params, whole);
+  const int splits = schedule.splits;
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t tiles =
       params.cu_seqlens_q == nullptr
-          ? schedule.tickets()
+          ? schedule.tickets
           : (params.total_q / schedule.rows + int64_t{1} * params.batch) * schedule.heads * splits;
   // The parts of a tile are a cluster, of which no thread block takes another.
-  const int grid =
-      static_cast<int>(Config::kDivided ? tiles : std::min<int64_t>(tiles, multiprocessors()));
+  const int grid = static_cast<int>(Config::kDivided ? tiles - schedule.whole
+                                                     : std::min<int64_t>(tiles, multiprocessors()));
   const MapsOf<Config> prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
   return [=](const typename Config::Params& bound, cudaStream_t stream) {
@@ -185,6 +191,21 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, Workspac
   };
 }
 
+// The launches of a call: params.num_splits says whether tiles are divided, `whole` how many are
+// not then.
+template <typename Whole, typename Divided>
+ForwardLauncher<Whole> prepare_plan(int whole, typename Whole::Params& params, Workspaces& wanted) {
+  wanted.add_kept_zero("counters", params.counters);
+  if (params.num_splits <= 1) return prepare_kernel<Whole>(params, INT_MAX);
+  const ForwardLauncher<Whole> parts = prepare_kernel<Divided>(params, whole);
+  if (whole == 0) return parts;
+  return [first = prepare_kernel<Whole>(params, whole), parts](const typename Whole::Params& bound,
+                                                               cudaStream_t stream) {
+    first(bound, stream);
+    parts(bound, stream);
+  };
+}
+
 template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct ForwardRow {
   static_assert(std::is_same_v<T, KV>);
@@ -199,18 +220,17 @@ struct ForwardRow {
     const ForwardPlan plan =
         plan_forward(params, kFeatures, kHeadDim, kHeadDimV, slots_of<Config<0, true>>);
     params.num_splits = plan.splits;
-    return prepare_choice<0>(plan.tile, params, wanted);
+    return prepare_choice<0>(plan, params, wanted);
   }
 
  private:
   template <int kChoice>
-  static ForwardLauncher<Config<0, false>> prepare_choice(int choice, Params& params,
+  static ForwardLauncher<Config<0, false>> prepare_choice(const ForwardPlan& plan, Params& params,
                                                           Workspaces& wanted) {
     if constexpr (kChoice + 1 < kTiles) {
-      if (choice != kChoice) return prepare_choice<kChoice + 1>(choice, params, wanted);
+      if (plan.tile != kChoice) return prepare_choice<kChoice + 1>(plan, params, wanted);
     }
-    if (params.num_splits > 1) return prepare_kernel<Config<kChoice, true>>(params, wanted);
-    return prepare_kernel<Config<kChoice, false>>(params, wanted);
+    return prepare_plan<Config<kChoice, false>, Config<kChoice, true>>(plan.whole, params, wanted);
   }
 };
 

@@ -1,6 +1,7 @@
 #include "sm90/forward_plan.h"
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -14,6 +15,11 @@ namespace flash::sm90 {
 namespace {
 
 constexpr int kLeastSteps = 2;  // over the keys of a part
+// Tiles are about equally long if the shortest has so much of the steps of the longest.
+constexpr float kAlike = 0.9f;
+// Microseconds that parts of the tiles left over cost: a launch, and SMs that wait until all of a
+// cluster are free.
+constexpr float kSecondLaunch = 45.f;
 
 // A figure for a GPU with a few tiles, and for one that has a tile for each SM or more: memory is
 // busier then, and clocks are lower.
@@ -49,7 +55,7 @@ TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
                   : TileTimes{{1.20f, 2.11f}, {0.95f, 0.95f}, 0};
     case 128:
       return wide ? TileTimes{{1.77f, 3.19f}, {0.97f, 0.97f}, 0}
-                  : TileTimes{{1.56f, 2.57f}, {1.43f, 1.43f}, 0};
+                  : TileTimes{{1.56f, 2.57f}, {1.43f, 1.48f}, 0};
     case 192:
       if (headdim_v == 128) {
         return tile.block_n == 64 ? TileTimes{{0.99f, 1.78f}, {0.66f, 1.02f}, 0}
@@ -75,6 +81,23 @@ HeadDimTimes headdim_times(int headdim, int headdim_v) {
                               : HeadDimTimes{0.56f, 0.03f, 5.f, 0.2f};
     default:
       return {0.54f, 0.56f, 6.3f, 0.2f};
+  }
+}
+
+// The same of operands in 8 bits: of a step over 128 queries and 64 keys.
+constexpr float kQuantisedEnds = 3.f;
+float quantised_step(int headdim) {
+  switch (headdim) {
+    case 64:
+      return 0.45f;
+    case 96:
+      return 0.56f;
+    case 128:
+      return 0.6f;
+    case 192:
+      return 0.82f;
+    default:
+      return 0.97f;
   }
 }
 
@@ -146,6 +169,52 @@ bool may_divide(const std::vector<TileWork>& work, int64_t tiles, int splits) {
   return most_steps >= kLeastSteps * splits && tiles * splits <= 2 * multiprocessors();
 }
 
+// A division of the tiles left over alone.
+struct Leftover {
+  int splits;  // 1: none
+  int whole;   // the other tiles
+  float gain;  // microseconds
+};
+
+// What parts of the tiles left over gain, if all tiles are about equally long.
+// tiles: how many there are
+Leftover divide_leftover(const ForwardParams& params, const std::vector<TileWork>& work,
+                         int64_t tiles, const ForwardTile& tile, const TileTimes& times,
+                         const HeadDimTimes& common, SlotsOf slots_of) {
+  const int64_t whole = tiles / multiprocessors() * multiprocessors(), leftover = tiles - whole;
+  Leftover best{1, 0, 0.f};
+  if (params.num_splits > 0 || params.cu_seqlens_q != nullptr || tile.streams > 1 ||
+      leftover == 0 || whole == 0 || whole > INT_MAX) {
+    return best;
+  }
+  int least = INT_MAX, most = 0;  // steps of a tile
+  for (const TileWork& x : work) {
+    least = std::min(least, x.steps);
+    most = std::max(most, x.steps);
+  }
+  if (least < kAlike * most) return best;
+  const float undivided = times.ends.busy + most * times.step.busy;
+  for (int splits = 2; splits <= kMostSplits; ++splits) {
+    const bool given = splits == -params.num_splits;
+    if (!given && (params.num_splits < 0 || most < kLeastSteps * splits)) continue;
+    const int clusters = slots_of(splits) / splits;
+    if (clusters == 0) continue;
+    const int64_t rounds = (leftover + clusters - 1) / clusters;
+    const int steps = (most + splits - 1) / splits;
+    const float part =
+        times.ends.busy + steps * times.step.busy + common.merge + common.merge_part * splits;
+    const float gain = undivided - rounds * part - kSecondLaunch;
+    if (given || gain > best.gain) best = {splits, static_cast<int>(whole), gain};
+  }
+  return best;
+}
+
+// Of packed sequences at most.
+int64_t count_tiles(const ForwardParams& params, int group, int block_m) {
+  const int rows = block_m / group;
+  return int64_t{params.batch} * (params.nheads / group) * ((params.seqlen_q + rows - 1) / rows);
+}
+
 }  // namespace
 
 int heads_in_tile(const ForwardParams& params, FeatureSet features, int block_m) {
@@ -156,33 +225,54 @@ int heads_in_tile(const ForwardParams& params, FeatureSet features, int block_m)
 }
 
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
-                         int headdim_v, int (*slots_of)(int parts)) {
-  const int tiles = count_forward_tiles(headdim, headdim_v, features);
+                         int headdim_v, SlotsOf slots_of) {
+  const int tile_shapes = count_forward_tiles(headdim, headdim_v, features);
   const HeadDimTimes common = headdim_times(headdim, headdim_v);
   const int given = std::min(params.num_splits, kMostSplits);
-  const int least_splits = given > 0 ? given : 1, most_splits = given > 0 ? given : kMostSplits;
-  ForwardPlan best{0, 1};
+  const int least_splits = std::max(given, 1);
+  const int most_splits = given > 0 ? given : given < 0 ? 1 : kMostSplits;
+  ForwardPlan best{0, 1, 0};
   float least = INFINITY;
-  for (int choice = 0; choice < tiles; ++choice) {
+  for (int choice = 0; choice < tile_shapes; ++choice) {
     if (params.tile >= 0 && choice != params.tile) continue;
     const ForwardTile tile = forward_tile(headdim, headdim_v, features, choice);
     const TileTimes times = tile_times(headdim, headdim_v, tile);
-    const int group = heads_in_tile(params, features, tile.block_m), rows = tile.block_m / group;
-    const int64_t most_tiles =
-        int64_t{params.batch} * (params.nheads / group) * ((params.seqlen_q + rows - 1) / rows);
+    const int group = heads_in_tile(params, features, tile.block_m);
+    const int64_t tiles = count_tiles(params, group, tile.block_m);
     const std::vector<TileWork> work = forward_work(params, group, tile);
+    const auto consider = [&](int splits, int whole, float time) {
+      if (time >= least) return;
+      least = time;
+      best = {choice, splits, whole};
+    };
     for (int splits = least_splits; splits <= most_splits; ++splits) {
-      if (given == 0 && splits > 1 && !may_divide(work, most_tiles, splits)) continue;
+      if (given == 0 && splits > 1 && !may_divide(work, tiles, splits)) continue;
       const int slots = slots_of(splits);
       if (slots == 0) continue;
       const float time = predicted_time(work, times, common, tile.streams, splits, slots);
-      if (time < least) {
-        least = time;
-        best = {choice, splits};
+      if (splits == 1) {
+        const Leftover leftover =
+            divide_leftover(params, work, tiles, tile, times, common, slots_of);
+        if (leftover.splits > 1) consider(leftover.splits, leftover.whole, time - leftover.gain);
+        if (leftover.splits > 1 && given < 0) continue;
       }
+      consider(splits, 0, time);
     }
   }
   return best;
+}
+
+ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
+                           int headdim_v, int choice, SlotsOf slots_of) {
+  if (params.num_splits > 0) return {choice, params.num_splits, 0};
+  const ForwardTile tile = quantised_tile(headdim, features, choice);
+  const int group = heads_in_tile(params, features, tile.block_m);
+  const float step = quantised_step(headdim) * tile.block_m * tile.block_n / (128 * 64);
+  const TileTimes times{{kQuantisedEnds, kQuantisedEnds}, {step, step}, 0};
+  const Leftover leftover = divide_leftover(params, forward_work(params, group, tile),
+                                            count_tiles(params, group, tile.block_m), tile, times,
+                                            headdim_times(headdim, headdim_v), slots_of);
+  return {choice, leftover.splits, leftover.whole};
 }
 
 }  // namespace flash::sm90

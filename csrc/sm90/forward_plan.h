@@ -1,5 +1,6 @@
 // Which tile shape a Hopper forward runs with and into how many parts the keys of a tile are
-// divided: what is predicted to take the least time.
+// divided: what is predicted to take the least time. All tiles are divided, or those alone that are
+// left over when each SM has had equally many.
 #pragma once
 
 #include "params.h"
@@ -11,12 +12,21 @@ constexpr int kMostSplits = 16;  // thread blocks of the largest cluster
 struct ForwardPlan {
   int tile;
   int splits;
+  int whole;  // where some are divided, those that are not: 0, or as many for each SM
 };
 
-// Of what the parameters leave open; for a kernel of these head dims and features.
 // slots_of(parts): thread blocks that run at a time, in clusters of so many
+using SlotsOf = int (*)(int parts);
+
+// Of what the parameters leave open; for a kernel of these head dims and features. With num_splits
+// of -n, tiles left over are divided into n parts.
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
-                         int headdim_v, int (*slots_of)(int parts));
+                         int headdim_v, SlotsOf slots_of);
+
+// The same of operands in 8 bits, with the tile shape `choice`. Unless num_splits says so, tiles
+// left over alone are divided.
+ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
+                           int headdim_v, int choice, SlotsOf slots_of);
 
 // Heads of a tile of block_m rows: 1, or all of a group if that saves tiles. With one query a tile
 // is nearly empty otherwise.

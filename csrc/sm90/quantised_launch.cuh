@@ -40,8 +40,11 @@ struct QuantisedRow {
     if constexpr (kChoice + 1 < kTiles) {
       if (params.tile > kChoice) return prepare_choice<kTerms, kChoice + 1>(params, wanted);
     }
-    if (params.num_splits > 1) return prepare_kernel<Config<kTerms, kChoice, true>>(params, wanted);
-    return prepare_kernel<Config<kTerms, kChoice, false>>(params, wanted);
+    const ForwardPlan plan = plan_quantised(params, kFeatures, kHeadDim, kHeadDimV, kChoice,
+                                            slots_of<Config<kTerms, kChoice, true>>);
+    params.num_splits = plan.splits;
+    return prepare_plan<Config<kTerms, kChoice, false>, Config<kTerms, kChoice, true>>(
+        plan.whole, params, wanted);
   }
 };
 

@@ -7,6 +7,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <climits>
+
 #include "ptx/griddepcontrol.h"
 #include "sm90/dense_tiles.h"
 #include "sm90/pipeline.cuh"
@@ -41,6 +43,9 @@ class TileScheduler {
     ticket_ = workers_ + __shfl_sync(0xffffffff, drawn, 0);
   }
 
+  // Instead of next(): no tile is left.
+  __device__ void finish() { ticket_ = INT_MAX; }
+
   // The tile of the ticket. Each tile draws one ticket; who holds the last resets the counter.
   __device__ Tile tile() {
     const Tile tile = blocks_.packed() ? packed_tile() : drawn_dense_tile();
@@ -52,7 +57,7 @@ class TileScheduler {
 
  private:
   __device__ Tile drawn_dense_tile() {
-    tiles_ = schedule_.tickets();
+    tiles_ = schedule_.tickets;
     return ticket_ < tiles_ ? tile_of_ticket(schedule_, ticket_) : Tile{0, 0, 0, -1};
   }
 

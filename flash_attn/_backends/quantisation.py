@@ -178,7 +178,7 @@ def _place_of_column(column: Tensor) -> Tensor:
 def _williamson(device: torch.device) -> Tensor:
     """The Hadamard matrix of order 12 in 4 x 4 blocks of 3 x 3: J is the matrix of ones.
 
-    Blocks are J on the diagonal and J - 2 elsewhere, with signs: 3 J - 3 (J - 2)^2 = 12.
+    Blocks are J on the diagonal and J - 2 elsewhere, with signs: J^2 + 3 (J - 2)^2 = 12.
     """
     i = torch.arange(4, device=device)
     # Bits: the columns in which a row of blocks is negative.
