@@ -42,7 +42,7 @@ from torch.nn import functional as F
 
 from benchmarks import context_parallel as cost_model
 from flash_attn import distributed
-from flash_attn.distributed import _agreement, adapters
+from flash_attn.distributed import _agreement, _heads, adapters
 from flash_attn.distributed._layout import Layout
 from flash_attn.distributed._plan import Block, Mask, Plan
 
@@ -86,8 +86,9 @@ def attend(
     dout: Tensor,
     dlse: Tensor,
 ) -> dict[str, Tensor] | None:
-    """A rank's part of out, lse and the gradients."""
+    """A rank's part of out, lse and the gradients. Heads are exchanged in parts where they can."""
     ring, heads, order = division
+    _heads.LEAST_PART = 1
     if not groups.holds(ring * heads):
         return None
     where: Any = groups.of[ring * heads] if 1 in (ring, heads) else groups.meshes[ring, heads]

@@ -14,8 +14,7 @@ zigzag order of tokens is in _layout.py.)
                                      |           | dK, dV 1  | dK, dV 2  | dK, dV 3
                 compute    own keys  | keys of 1 | keys of 2 | keys of 3 | own keys
 
-NCCL runs the messages of a step, one group, on its own stream: they wait for what was launched
-before them, and the host for nothing.
+The messages of a step are one group: see _messages.py.
 """
 
 import functools
@@ -32,7 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from flash_attn import _arguments, _backends, _ops
 from flash_attn._arguments import Attention, Options, Place
-from flash_attn.distributed._layout import as_slice, overlap, without
+from flash_attn.distributed._layout import as_slice, overlap, size_of, without
+from flash_attn.distributed._messages import Messages
 from flash_attn.distributed._plan import Block, Plan, Step
 
 
@@ -55,7 +55,7 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(call, q, k, v, s_aux)
+        out, lse = forward(call, q, k, v, s_aux)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, s_aux, out, lse)
@@ -67,14 +67,14 @@ class RingAttention(torch.autograd.Function):
         q, k, v, s_aux, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, delta = _backward(ctx.call, q, k, v, out, lse, dout, dlse)
+        dq, dk, dv, delta = backward(ctx.call, q, k, v, out, lse, dout, dlse)
         ds_aux = None
         if s_aux is not None and ctx.needs_input_grad[3]:
             ds_aux = _ops._sink_gradient(s_aux, lse, delta)
         return dq, dk, dv, ds_aux, None
 
 
-def _forward(
+def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     steps = call.plan.steps
@@ -91,7 +91,7 @@ def _forward(
     return result.whole()
 
 
-def _backward(
+def backward(
     call: Call,
     q: Tensor,
     k: Tensor,
@@ -327,13 +327,12 @@ class _Sum:
 # ---- messages ------------------------------------------------------------------------------------
 
 
-class _Messages:
-    """What one rank of a ring sends and receives at a time."""
+class _Messages(Messages):
+    """Keys and their gradients; places are distances on the ring."""
 
     def __init__(self, ring: dist.ProcessGroup | None) -> None:
-        self._ring = ring
-        self._operations: list[dist.P2POp] = []
-        self._works: list[dist.Work] = []
+        super().__init__(ring)
+        self._rank, self._size = (0, 1) if ring is None else (dist.get_rank(ring), size_of(ring))
 
     def exchange_keys(self, distance: int, steps: list[Step], k: Tensor, v: Tensor) -> list[Tensor]:
         """Send what the rank ``distance`` behind sees; return what this one sees of that before."""
@@ -359,25 +358,9 @@ class _Messages:
     def _send(self, distance: int, pieces: list[Tensor]) -> None:
         if pieces:
             x = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, 1)
-            if x.numel():
-                self._operations.append(dist.P2POp(dist.isend, x, self._peer(distance), self._ring))
+            self.send(x, (self._rank + distance) % self._size)
 
     def _receive(self, distance: int, rows: int, like: Tensor) -> Tensor:
         x = like.new_empty(like.shape[0], rows, *like.shape[2:])
-        if x.numel():
-            self._operations.append(dist.P2POp(dist.irecv, x, self._peer(distance), self._ring))
+        self.receive(x, (self._rank + distance) % self._size)
         return x
-
-    def _peer(self, distance: int) -> int:
-        assert self._ring is not None
-        place = (dist.get_rank(self._ring) + distance) % dist.get_world_size(self._ring)
-        return dist.get_global_rank(self._ring, place)
-
-    def start(self) -> None:
-        if self._operations:
-            self._works = dist.batch_isend_irecv(self._operations)
-
-    def wait(self) -> None:
-        """Let what is launched next wait for the messages."""
-        for work in self._works:
-            work.wait()

@@ -18,8 +18,9 @@ from flash_attn._arguments import Options, Place
 from flash_attn._backends.philox import draw_rng_state
 from flash_attn._numbers import integer
 from flash_attn.distributed import _agreement
-from flash_attn.distributed._heads import Division, ToHeads, ToTokens
+from flash_attn.distributed._heads import Division, HeadsAttention, Row
 from flash_attn.distributed._layout import Grid, Group, Layout, Order, grid_of
+from flash_attn.distributed._messages import messenger
 from flash_attn.distributed._plan import Mask, Plan
 from flash_attn.distributed._ring import Call, RingAttention
 from flash_attn.flash_attn_interface import read_window
@@ -176,27 +177,15 @@ def _attention(
         for members in grid:
             if members is not None:
                 dist.broadcast(rng_state, dist.get_global_rank(members, 0), members)
-    place = Place(q.shape[2])
-    if (division := kind.division) is not None:
-        ranks = range(len(division.tokens))
-        heads, heads_kv = list(map(division.heads, ranks)), list(map(division.heads_kv, ranks))
-        q, k, v = ToHeads.apply(grid.heads, division, [heads, heads_kv, heads_kv], q, k, v)
-        if (keys := division.key_of_each()) is not None:
-            k, v = (torch.stack([x[:, :, i] for i in keys], 2) for x in (k, v))
-        own = heads[division.rank]
-        place = place._replace(head=own.start)
-        slopes, s_aux = (
-            None if x is None else x[..., own.start : own.stop] for x in (slopes, s_aux)
-        )
-    call = Call(kind.plan, grid.ring, kind.options, place, slopes, rng_state)
-    out, lse = RingAttention.apply(q, k, v, s_aux, call)
-    if division is not None:
-        (out,) = ToTokens.apply(grid.heads, division, [heads], out)
-        if return_attn_probs:
-            (lse,) = ToTokens.apply(grid.heads, division, [heads], lse.mT[..., None])
-            lse = lse[..., 0].mT
+    ring, members = (messenger(x, q.device) for x in grid)
+    call = Call(kind.plan, ring, kind.options, Place(q.shape[2]), slopes, rng_state)
+    if kind.division is None or members is None:
+        out, lse = RingAttention.apply(q, k, v, s_aux, call)
+    else:
+        row = Row(members, kind.division)
+        out, lse = HeadsAttention.apply(q, k, v, s_aux, call, row, return_attn_probs)
     if cu_seqlens is not None:
-        out, lse = out[0], lse[0]
+        out, lse = out[0], None if lse is None else lse[0]
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -247,7 +236,8 @@ def _kind(
     division = None
     if grid.heads is not None:
         row = layout.lengths()[place * grid.sizes[1] :][: grid.sizes[1]]
-        division = Division(column, tuple(row), tensors[0].shape[-2], tensors[1].shape[-2])
+        nheads, nheads_kv = (x.shape[-2] for x in tensors[:2])
+        division = Division(column, tuple(row), nheads, nheads_kv)
     kind = _Kind(Plan(layout, mask, place), options, division)
     known[key] = kind
     if len(known) > _MOST_KINDS:
