@@ -28,13 +28,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from benchmarks import plots, report
-from benchmarks.timing import Call, sampler, time_in_turn
+from benchmarks.timing import Call, Sampler, milliseconds, time_in_turn
 from flash_attn import flash_attn_func
 from flash_attn.distributed import (
     ring_flash_attn_func,
     shard,
     ulysses_flash_attn_func,
 )
+from flash_attn.distributed._heads import Division
 from flash_attn.distributed._layout import Layout, Order
 from flash_attn.distributed._plan import Block, Mask, Plan, Step
 
@@ -205,23 +206,25 @@ def of_place(
 
 
 def exchange_of_heads(work: Workload, way: Way, machine: Machine) -> float:
-    """Ulysses' two all-to-all exchanges and their gradients, of which nothing is hidden."""
+    """What a rank's kernels wait for, of Ulysses' exchanges and their gradients."""
     if way.row == 1:
         return 0.0
-    tokens = work.tokens / way.gpus
-    heads_kv = max(work.nheads_kv, way.row)  # a key head that ranks share is sent to each
-    moved = 2 * tokens * work.headdim * (2 * work.nheads + 2 * heads_kv) * work.itemsize
-    others = (way.row - 1) / way.row
+    tokens = work.tokens // way.gpus
+    parts = Division(0, (tokens,) * way.row, work.nheads, work.nheads_kv).parts
+    queries = [sum(map(len, part.heads)) for part in parts]
+    keys = [sum(map(len, part.heads_kv)) for part in parts]
     inside = min(machine.of_node, way.row)
-    near = moved * (inside - 1) / way.row
-    latency = 4 * machine.messages({way.row <= machine.of_node: 1.0})
-    # The bytes are packed, unpacked and put in order: each time read and written.
-    in_memory = 3 * 2 * moved / machine.memory
-    return (
-        latency
-        + in_memory
-        + max(near / machine.node_link, (moved * others - near) / machine.network_link)
-    )
+
+    def exchange(heads: int) -> float:
+        """Of so many heads of all ranks; they are also read, and written in another order."""
+        moved = tokens * heads * work.headdim * work.itemsize
+        near = moved * (inside - 1) / way.row
+        far = moved * (way.row - 1) / way.row - near
+        return machine.messages({True: near, False: far}) + 2 * moved / machine.memory
+
+    of_first = queries[0] + 2 * keys[0]
+    forward = exchange(of_first) + exchange(work.nheads)
+    return forward + exchange(queries[-1]) + exchange(of_first)
 
 
 def efficiency(work: Workload, way: Way, machine: Machine = Machine()) -> float:
@@ -294,6 +297,25 @@ def simulated(a: argparse.Namespace) -> Iterator[report.Row]:
 
 
 def draw(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    yield "", (draw_model if "best" in data["rows"][0] else draw_measured)(data)
+
+
+def draw_measured(data: dict[str, Any]) -> Figure:
+    """Efficiency, a group of bars for each length."""
+    rows, a = data["rows"], data["environment"]["arguments"]
+    groups = {f"{plots.thousands(row['tokens'])} tokens": row["efficiency"] for row in rows}
+    names = [name for name in plots.STYLES if any(name in bars for bars in groups.values())]
+    figure = plots.new_figure(plots.WIDTH, 3.6)
+    axes = figure.subplots()
+    plots.draw_bars(axes, groups, names)
+    axes.set_ylabel("efficiency")
+    heads = f"{a['nheads']} query and {a['nheads_kv']} key heads of {a['headdim']}, causal"
+    gpus = f"{rows[0]['gpus']} x {data['environment']['device']}"
+    plots.finish(figure, f"{gpus}: {heads}, forward + backward", names)
+    return figure
+
+
+def draw_model(data: dict[str, Any]) -> Figure:
     """Efficiency against GPUs, a panel for each way, a line for each length."""
     titles = {
         "ulysses": "heads divided (ulysses)",
@@ -324,10 +346,14 @@ def draw(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     heads = f"{a['nheads']} query and {a['nheads_kv']} key heads of {a['headdim']}, causal"
     links = f"H200, {a['of_node']} GPUs a node, 400 Gbit/s a GPU between nodes"
     figure.suptitle(f"Model, not measured: {heads}, forward + backward\n{links}", fontsize=11)
-    yield "", figure
+    return figure
 
 
 # ---- measured ------------------------------------------------------------------------------------
+
+
+STEADY = 2**18  # tokens of the calls of a sample, together
+HEAD_START = 30_000_000  # clocks before it: after a pause, a call takes the host up to 10 ms
 
 
 @dataclass(frozen=True)
@@ -351,20 +377,27 @@ def measured(a: argparse.Namespace, device: str) -> Iterator[report.Row]:
         torch.manual_seed(0)  # alike on all ranks
         q, dout = torch.randn(2, 1, tokens, a.nheads, a.headdim, device=device, dtype=dtype)
         k, v = torch.randn(2, 1, tokens, a.nheads_kv, a.headdim, device=device, dtype=dtype)
-        times: dict[str, float] = {}
+        samplers: dict[str, Sampler] = {}
         memory: dict[str, float] = {}
         for name, x in contestants(a, ranks, device).items():
             *qkv, upstream = (
                 y if x.group is None else shard(y, 1, x.group, x.order) for y in (q, k, v, dout)
             )
             leaves = [y.detach().requires_grad_() for y in qkv]
-            run = partial(forward_and_backward, x.attend, leaves, upstream)
+            call = Call(partial(forward_and_backward, x.attend, leaves, upstream), x.context)
             try:
-                times[name], used = timed(Call(run, x.context), a.rounds, device)
-                memory[name] = used + sum(y.nbytes for y in (*leaves, upstream)) / 2**30
+                used = peak(call, device)
             except (NotImplementedError, RuntimeError, ValueError) as error:
                 if dist.get_rank() == 0:
                     print(f"skipped {name}: {error}")
+                continue
+            memory[name] = used + sum(y.nbytes for y in (*leaves, upstream)) / 2**30
+            calls = max(1, STEADY // tokens) if device == "cuda" else 1
+            samplers[name] = partial(sample, call, calls, device)
+        times = time_in_turn(samplers, a.rounds)
+        found = torch.tensor([list(times.values()), list(memory.values())], device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)  # of the slowest rank, and of the largest
+        times, memory = (dict(zip(times, x, strict=True)) for x in found.tolist())
         alone = times["one GPU"]
         yield {
             "tokens": tokens,
@@ -381,6 +414,25 @@ def measured(a: argparse.Namespace, device: str) -> Iterator[report.Row]:
 
 def forward_and_backward(attend: Any, leaves: list[Tensor], upstream: Tensor) -> Any:
     return torch.autograd.grad(attend(*leaves, causal=True), leaves, upstream)
+
+
+def peak(call: Call, device: str) -> float:
+    """GiB that a call adds at its peak."""
+    before = 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
+
+
+def sample(call: Call, calls: int, device: str) -> float:
+    """Milliseconds of a call, of so many back to back, which all ranks begin together."""
+    dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    with call.context():
+        return milliseconds(call.run, calls, device, HEAD_START) / calls
 
 
 def contestants(a: argparse.Namespace, ranks: int, device: str) -> dict[str, Contestant]:
@@ -415,21 +467,7 @@ def contestants(a: argparse.Namespace, ranks: int, device: str) -> dict[str, Con
 
         found["ring-flash-attn"] = Contestant(contiguous_ring, world, "contiguous")
         found["ring-flash-attn, zigzag"] = Contestant(zigzag_ring, world, "zigzag")
-    return found
-
-
-def timed(call: Call, rounds: int, device: str) -> tuple[float, float]:
-    """Milliseconds of the slowest rank and GiB of the largest: all make as many calls."""
-    before = 0
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    sample = sampler(call, device, sample_ms=0.0)
-    ms = time_in_turn({"": sample}, rounds)[""]
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    found = torch.tensor([ms, (peak - before) / 2**30], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found[0].item(), found[1].item()
+    return {name: x for name, x in found.items() if name in ("one GPU", *(a.ways or found))}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -447,6 +485,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--headdim", type=int, default=128)
     add("--row", type=int, default=2, help="GPUs of a row of the mesh")
     add("--rounds", type=int, default=10, help="samples")
+    add("--ways", nargs="+", help="what to measure beside one GPU; all if not given")
     add("--gpus", nargs="+", type=int, default=[2**n for n in range(1, 13)], help="simulated")
     add("--of-node", type=int, default=8, help="simulated: GPUs of a node")
     report.add_arguments(parser, "context-parallel")
@@ -480,6 +519,7 @@ def measure(a: argparse.Namespace) -> None:
         stem = a.folder / f"{a.output}-{dist.get_world_size()}"
         print(f"{dist.get_world_size()} x {report.device_name()}, torch {torch.__version__}")
         print_rows(report.record(stem, a, rows))
+        plots.draw_if_possible(stem.with_suffix(".json"), draw)
     else:
         list(rows)
     dist.destroy_process_group()

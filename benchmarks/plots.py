@@ -37,6 +37,13 @@ STYLES = {
     "accurate": ("accurate: int8, 2 x e4m3", "#f0cf8a"),
     "e4m3": ("e4m3, a scale a head", "#a33b2b"),
     "fa3_e4m3": ("FlashAttention-3, e4m3", "#b79bd0"),
+    # Of benchmarks/context_parallel.py.
+    "ring": ("ring", "#1f4e9c"),
+    "ulysses": ("ulysses", "#5b8bd0"),
+    "mesh": ("ring x heads", "#7f96c8"),
+    "PyTorch": ("PyTorch's context_parallel, cuDNN", "#4f9d69"),
+    "ring-flash-attn": ("ring-flash-attn, ring", "#f0a58f"),
+    "ring-flash-attn, zigzag": ("ring-flash-attn, zigzag", "#d1603d"),
     # Of benchmarks/hbm.py and benchmarks/tiles.py.
     "least": ("each tensor once", "#d0d0d0"),
     "formula": ("FlashAttention, formula", "#b7dfc3"),

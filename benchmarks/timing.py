@@ -92,7 +92,7 @@ def sampler(
         bodies = [lambda: (flush(), call.run()), flush]
     with call.context():
         call.run()  # loads the kernels
-        once = _milliseconds(bodies[0], 3, device) / 3
+        once = milliseconds(bodies[0], 3, device) / 3
         calls = max(1, round(sample_ms / max(once, 1e-3)))
         if graph:
             calls = min(calls, MOST_CAPTURED)
@@ -100,7 +100,7 @@ def sampler(
 
     def sample() -> float:
         with nullcontext() if graph else call.context():
-            both, *alone = [_milliseconds(body, 1 if graph else calls, device) for body in bodies]
+            both, *alone = [milliseconds(body, 1 if graph else calls, device) for body in bodies]
         return (both - sum(alone)) / calls
 
     return sample
@@ -147,15 +147,17 @@ def _captured(body: Callable[[], object], calls: int) -> Callable[[], object]:
     return replay
 
 
-def _milliseconds(function: Callable[[], object], calls: int, device: str) -> float:
-    """From the start of the first of the calls to the end of the last."""
+def milliseconds(
+    function: Callable[[], object], calls: int, device: str, head_start: int = HEAD_START
+) -> float:
+    """From the start of the first of the calls to the end of the last; ``head_start`` in clocks."""
     if device == "cpu":
         started = time.perf_counter()
         for _ in range(calls):
             function()
         return (time.perf_counter() - started) * 1e3
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(HEAD_START)
+    torch.cuda._sleep(head_start)
     start.record()
     for _ in range(calls):
         function()

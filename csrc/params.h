@@ -18,8 +18,9 @@ enum class DType : uint8_t {
   kOther
 };
 
-// What a kernel is compiled for. kFull has softcap, ALiBi and dropout; on sm80 also tensors that
-// cannot be moved 16 bytes at a time, and in the forward pages. kPlain has none of them there.
+// What a kernel is compiled for. kFull has softcap, ALiBi and dropout, the latter two also of a
+// part of a larger problem; on sm80 also tensors that cannot be moved 16 bytes at a time, and in
+// the forward pages. kPlain has none of them there.
 enum class FeatureSet : uint8_t { kPlain, kFull };
 
 // What a call may ask for beyond dense sequences of tensors that can be moved 16 bytes at a time.
@@ -30,6 +31,7 @@ enum Feature : uint32_t {
   kAnyAlignment = 1 << 3,
   kPages = 1 << 4,
   kCacheSlots = 1 << 5,
+  kPlace = 1 << 6,
 };
 
 // Its name, and the argument that asks for it: a tensor that is given, or a number that is not 0.
@@ -42,11 +44,12 @@ constexpr FeatureName kFeatureNames[] = {
     {kSoftcap, "softcap", "softcap"},   {kAlibi, "alibi", "alibi_slopes"},
     {kDropout, "dropout", "rng_state"}, {kAnyAlignment, "any_alignment", ""},
     {kPages, "pages", "block_table"},   {kCacheSlots, "cache_slots", "cache_batch_idx"},
+    {kPlace, "place", "place_nheads"},
 };
 
 // What the kernels of a feature set take of these, whatever the architecture.
 constexpr uint32_t features_of(FeatureSet set) {
-  return set == FeatureSet::kFull ? kSoftcap | kAlibi | kDropout : 0;
+  return set == FeatureSet::kFull ? kSoftcap | kAlibi | kDropout | kPlace : 0;
 }
 
 // Element (b, i, h, d) of a tensor (batch, rows, heads, dim) lies at data + b * batch_stride +
@@ -107,6 +110,11 @@ struct AttentionParams : CallParams {
   uint32_t dropout_bound;
   float dropout_scale;
 
+  // Where the problem lies in a larger one, whose ALiBi and dropout mask it has: the heads of that
+  // one (0: there is none), and the first sequence, head, query and key. With dropout, the latter
+  // two are multiples of 16.
+  int place_nheads, place_batch, place_head, place_row, place_column;
+
   bool deterministic;  // two runs give the same bits
 
   // Bytes that a thread block may use: tiles are chosen by it.
@@ -124,6 +132,11 @@ void visit_numbers(AttentionParams& params, Visit visit) {
   visit("deterministic", params.deterministic);
   visit("shared_memory", params.shared_memory);
   visit("tile", params.tile);
+  visit("place_nheads", params.place_nheads);
+  visit("place_batch", params.place_batch);
+  visit("place_head", params.place_head);
+  visit("place_row", params.place_row);
+  visit("place_column", params.place_column);
 }
 
 // Of the operations "forward" and "decode".

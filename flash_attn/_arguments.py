@@ -67,6 +67,11 @@ class Place(NamedTuple):
     row: int = 0
     column: int = 0
 
+    @property
+    def is_odd(self) -> bool:
+        """Whether dropout's kernels, whose random numbers are of 16 x 16 scores, do not fit."""
+        return self.row % 16 > 0 or self.column % 16 > 0
+
 
 class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on every call's path
     """One validated attention problem, whatever public function it came from.
@@ -151,6 +156,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
             "pages": self.block_table is not None,
             "cache_slots": self.cache_batch_idx is not None,
             "place": self.place is not None,
+            "odd_place": self.place is not None and self.drops and self.place.is_odd,
         }
         return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

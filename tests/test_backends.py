@@ -14,14 +14,14 @@ from flash_attn import _arguments, _backends
 from flash_attn._backends import cuda, tiled
 
 HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-FULL = {"softcap", "alibi", "dropout"}
+FULL = {"softcap", "alibi", "dropout", "place"}
 TAKEN = {
     ("forward", "sm80"): ({"cache_slots"}, FULL | {"any_alignment", "pages"}),
     ("backward", "sm80"): (set(), FULL | {"any_alignment"}),
     ("forward", "sm90"): ({"cache_slots", "pages"}, FULL),
     ("backward", "sm90"): (set(), FULL),
-    ("decode", "sm80"): ({"cache_slots", "pages"}, FULL - {"dropout"}),
-    ("decode", "sm90"): ({"cache_slots", "pages"}, FULL - {"dropout"}),
+    ("decode", "sm80"): ({"cache_slots", "pages"}, FULL - {"dropout", "place"}),
+    ("decode", "sm90"): ({"cache_slots", "pages"}, FULL - {"dropout", "place"}),
 }
 ROWS = [
     cuda.Kernel(

@@ -817,7 +817,7 @@ def fake_graphs(monkeypatch, us_each):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(timing, "_milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
 
 
 @pytest.mark.parametrize(("us", "captured"), [(8.0, timing.MOST_CAPTURED), (500.0, 10), (9e3, 1)])

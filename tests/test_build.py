@@ -244,6 +244,7 @@ NUMBERS = {
     "tile": -1,
     "num_splits": 0,
     "seqlen_new": 0,
+    **dict.fromkeys(("place_nheads", "place_batch", "place_head", "place_row", "place_column"), 0),
 }
 
 

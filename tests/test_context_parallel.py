@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -150,7 +151,9 @@ def moved(problem: Attention, device: str) -> Attention:
     return replace(problem, storage=storage, **to_device(problem))
 
 
-def check(processes: Pool, problem: Attention, division: Division) -> None:
+def check(
+    processes: Pool, problem: Attention, division: Division, attend: Callable[..., Any] = attend
+) -> None:
     """Compare what the processes make of a self-attention problem with the oracle."""
     if problem.dropout_p > 0:  # drawn from the generator of the device
         masked = with_dropout_mask(moved(problem, processes.device))
@@ -281,6 +284,65 @@ def test_on_gpus(on_gpus, layout, option, division):
         check(on_gpus, self_attention(2, 401, **sizes, **options), division)
     else:
         check(on_gpus, packed_documents(lengths, **sizes, **options), division)
+
+
+def capture_and_replay(groups: Groups, division: Division) -> bool:
+    """Whether a replay, on other values, gives what a call gives."""
+    function = partial(distributed.ring_flash_attn_func, group=groups.of[2])
+    if division == ULYSSES2:
+        function = partial(distributed.ulysses_flash_attn_func, group=groups.of[2])
+    _heads.LEAST_PART = 1
+    dtype = torch.bfloat16
+    q, k, v, dout = torch.randn(4, 1, 256, 8, 64, device=groups.device, dtype=dtype).unbind()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> list[Tensor]:
+        out = function(*leaves, causal=True, deterministic=True)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            results = step()
+        with torch.no_grad():
+            for x in leaves:
+                x.normal_()
+        graph.replay()
+        expected = step()
+        torch.cuda.synchronize()
+        return all(map(torch.equal, results, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("division", [RING2, ULYSSES2], ids=division_name)
+def test_cuda_graph(on_gpus, division):
+    if on_gpus.size != 2:
+        pytest.skip("of 2 GPUs")
+    assert on_gpus.run(capture_and_replay, division=division) == [True, True]
+
+
+def attend_quietly(groups: Groups, **arguments: Any) -> dict[str, Tensor] | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return attend(groups, **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("division", [RING2, ULYSSES2, RING4, MESH], ids=division_name)
+def test_everything_on_kernels(on_gpus, division):
+    """Pieces of multiples of 16: nothing runs in PyTorch operations, with a warning."""
+    if division[0] * division[1] > on_gpus.size:
+        pytest.skip(f"needs {division[0] * division[1]} GPUs")
+    options = OPTIONS["everything"](2, 8, "cpu") | {"window_size": (300, -1)}
+    sizes = {"nheads": 8, "nheads_kv": 4, "headdim": 64, "dtype": torch.bfloat16}
+    check(on_gpus, self_attention(2, 512, **sizes, **options), division, attend_quietly)
 
 
 # ---- ranks that do not call alike ----------------------------------------------------------------

@@ -453,6 +453,48 @@ def forward_with(problem: Attention, rng_state: Tensor) -> Tensor:
     return _backends.forward(attention, rng_state, False)[0]
 
 
+@of_each_kernel
+@pytest.mark.parametrize("feature", ["alibi", "dropout"])
+def test_part_of_a_larger_problem(device, feature, headdims):
+    """Some queries and keys, whose ALiBi and dropout mask are those of all."""
+    rows, cols, batch, heads, seqlen = slice(48, 208), slice(16, 176), slice(1, 3), slice(2, 4), 256
+    place = _arguments.Place(5, batch.start, heads.start, rows.start, cols.start)
+    q, k, v = (
+        randn(2, 160, 2, dim, dtype=torch.bfloat16, device=device)
+        for dim in (headdims[0], *headdims)
+    )
+    rng_state = torch.tensor([2**62 + 12345, 2**40 + 7], device=device)
+    dropout_p = 0.4 if feature == "dropout" else 0.0
+    slopes = torch.tensor([0.01, 0.3], device=device) if feature == "alibi" else None
+    options = _arguments.options(dropout_p, None, False, -1, -1, 0.0, False)
+    problem = _arguments.dense(q, k, v, options, slopes)._replace(place=place)
+    out, lse, _ = _backends.forward(problem, rng_state, False)
+    dout = torch.randn_like(out)
+    gradients = [torch.full_like(x, NAN) for x in (q, k, v)]
+    _backends.backward(problem, dout, out, lse, None, *gradients, rng_state)
+
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = torch.einsum("bihd,bjhd->bhij", *leaves[:2]) * headdims[0] ** -0.5
+    if slopes is not None:
+        i, j = (torch.arange(seqlen, device=device)[x] for x in (rows, cols))
+        scores = scores - slopes[:, None, None] * (i[:, None] - j).abs()
+    probabilities = scores.softmax(-1)
+    if dropout_p > 0:
+        keep = dropout_keep_mask(rng_state, dropout_p, batch.stop, 5, seqlen, seqlen)
+        keep = keep[batch, heads, rows, cols]
+        probabilities = probabilities * keep / (1 - dropout_p)
+    expected = torch.einsum("bhij,bjhd->bihd", probabilities, leaves[2])
+    torch.testing.assert_close(lse, scores.logsumexp(-1).float(), atol=1e-2, rtol=0)
+    pairs = zip(
+        (out, *gradients),
+        (expected, *torch.autograd.grad(expected, leaves, dout.double())),
+        strict=True,
+    )
+    for got, right in pairs:
+        error = (got.double() - right).norm() / right.norm()
+        assert error < 2**-7, error
+
+
 @pytest.mark.parametrize("scale", [None, 0.0])
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)

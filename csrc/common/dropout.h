@@ -59,16 +59,20 @@ struct Dropout {
   bool enabled;
   float scale;  // of what is kept
   uint32_t bound, head_key;
+  const AttentionParams& params;
 
   __device__ Dropout(const AttentionParams& params, int batch, int head)
       : enabled(params.rng_state != nullptr),
         scale(params.dropout_scale),
         bound(params.dropout_bound),
-        head_key(0) {
+        head_key(0),
+        params(params) {
     if (!enabled) return;
     const auto seed = static_cast<uint64_t>(params.rng_state[0]);
     const auto offset = static_cast<uint32_t>(params.rng_state[1]);
-    head_key = philox_4x32({static_cast<uint32_t>(batch * params.nheads + head), 0, 0, offset},
+    const int nheads = params.place_nheads > 0 ? params.place_nheads : params.nheads;
+    const int index = (params.place_batch + batch) * nheads + params.place_head + head;
+    head_key = philox_4x32({static_cast<uint32_t>(index), 0, 0, offset},
                            {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)})
                    .x;
   }
@@ -77,7 +81,8 @@ struct Dropout {
   template <Rows kRows = Rows::kQueries>
   __device__ KeptOfBlock<kRows> kept(int query_tile, int key_tile, int lane) const {
     const Place first = first_place<kRows>(lane), next = place_behind<kRows>(0, 0, 1);
-    const uint32_t query = query_tile * 8 + first.query, key = key_tile * 8 + first.key;
+    const uint32_t query = query_tile * 8 + first.query + params.place_row / 2u;
+    const uint32_t key = key_tile * 8 + first.key + params.place_column / 2u;
     return {bound,
             {philox_2x32({key, query}, head_key),
              philox_2x32({key + next.key, query + next.query}, head_key)}};

@@ -160,7 +160,8 @@ template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, Fe
 struct DecodeRow {
   static_assert(std::is_same_v<T, Out>);
   using Params = ForwardParams;
-  static constexpr uint32_t kTakes = (features_of(kFeatures) & ~kDropout) | kPages | kCacheSlots;
+  static constexpr uint32_t kTakes =
+      (features_of(kFeatures) & ~(kDropout | kPlace)) | kPages | kCacheSlots;
   static constexpr int kTiles = count_tiles(kHeadDimV);
 
   static DecodeLauncher prepare(Params& params, Workspaces& wanted) {

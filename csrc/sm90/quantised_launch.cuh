@@ -16,7 +16,7 @@ template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, Fe
 struct QuantisedRow {
   static_assert(std::is_same_v<T, KV>);
   using Params = QuantisedParams;
-  static constexpr uint32_t kTakes = features_of(kFeatures) & ~kDropout;
+  static constexpr uint32_t kTakes = features_of(kFeatures) & ~(kDropout | kPlace);
   static constexpr int kTiles = count_quantised_tiles(kHeadDim, kFeatures);
   static constexpr bool kTwoTerms = std::is_same_v<T, int8_t>;
 

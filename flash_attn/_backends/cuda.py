@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flash_attn._arguments import FP8, FP8_LEVELS, SCALE_BLOCK, Attention, CacheAppend, Options
+from flash_attn._arguments import (
+    FP8,
+    FP8_LEVELS,
+    SCALE_BLOCK,
+    Attention,
+    CacheAppend,
+    Options,
+    Place,
+)
 from flash_attn._backends import tiled
 
 
@@ -66,6 +74,7 @@ _DESCRIPTIONS = {
     "pages": "a paged cache (block_table)",
     "cache_slots": "cache_batch_idx",
     "place": "ALiBi or dropout of a part of a larger problem",
+    "odd_place": "dropout of a part of a larger problem that begins at no multiple of 16",
 }
 
 # What, beside a call itself, decides its launch: the backend that is forced; the shared memory of a
@@ -790,6 +799,7 @@ def _numbers(problem: Attention) -> dict[str, float]:
         "window_right": min(problem.window_right, max_seqlen_q),
         "seqlen_new": 0,
         **{name: _settings[name] for name in ("shared_memory", "tile", "num_splits")},
+        **{f"place_{name}": x for name, x in (problem.place or Place(0))._asdict().items()},
     }
 
 

@@ -1,11 +1,11 @@
 """Ulysses: a rank has some tokens of all heads, and attends with some heads of all tokens.
 
 (Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long
-Sequence Transformer Models", 2023.) A rank's heads are two parts, so that most messages travel
-while the other part is computed:
+Sequence Transformer Models", 2023.) A rank's heads are two parts, so that messages travel while the
+other part is computed:
 
-    forward     messages   q, k, v of 1 | q, k, v of 2 | out of 1 | out of 2
-                compute                 | part 1       | part 2   |
+    forward     messages   q, k, v of 1 | q, k, v of 2   | out of 1 and 2
+                compute                 | part 1, part 2 |
 
     backward    messages   dout of 2 | dout of 1 | dq, dk, dv of 2 | dq, dk, dv of 1
                 compute              | part 2    | part 1          |
@@ -15,7 +15,7 @@ Computing waits for three tensors of part 1, and for one of part 2: part 1 is th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,18 +27,21 @@ from torch.autograd.function import once_differentiable
 from flash_attn import _ops
 from flash_attn.distributed import _ring
 from flash_attn.distributed._layout import as_slice
-from flash_attn.distributed._messages import Messages
+from flash_attn.distributed._messages import Messages, give_way
 from flash_attn.distributed._ring import Call
 
 # Tokens times heads of a part, at least: fewer would not keep a GPU busy.
-LEAST_PART = 2**16
+LEAST_PART = 2**15
+
+
+Heads = tuple[range, ...]  # of each rank
 
 
 class Part(NamedTuple):
-    """Of each rank the heads that are exchanged and computed at a time."""
+    """What is exchanged and computed at a time."""
 
-    heads: tuple[range, ...]
-    heads_kv: tuple[range, ...]
+    heads: Heads
+    heads_kv: Heads
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,10 @@ class Division:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The first has a quarter of a rank's heads; all are one where heads or tokens are few."""
+        """The first has an eighth of a rank's heads; all are one where heads or tokens are few."""
         ranks, group = len(self.tokens), self.nheads // self.nheads_kv
         share, share_kv = self.nheads // ranks, self.nheads_kv // ranks
-        first = max(1, share_kv // 4)
+        first = max(1, share_kv // 8)
         if self.nheads_kv % ranks or share_kv < 2 or first * group * sum(self.tokens) < LEAST_PART:
             # Ranks whose query heads share a key head get it each.
             heads = [range(rank * share, (rank + 1) * share) for rank in range(ranks)]
@@ -119,19 +122,28 @@ class HeadsAttention(torch.autograd.Function):
         lse: Tensor | None = None
         if wants_lse:
             lse = q.new_empty(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
+        arriving = _start_to_heads(row, division.parts, [q], [k, v])
+        side = _side_stream(q.device) if len(arriving) > 1 else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
         saved: list[Tensor] = []
-        leaving = []
-        for part, qkv in _arriving(row, division.parts, [q], [k, v]):
-            of_part, sinks = _of_part(call, division, part, s_aux)
-            results = _ring.forward(of_part, *_with_own_keys(division, part, *qkv), sinks)
-            leaving.append(exchange := _Exchange(row))
-            exchange.to_tokens(results[0], part.heads, out)
-            if lse is not None:
-                exchange.to_tokens(_by_token(results[1]), part.heads, lse)
-            exchange.start()
+        for (part, exchange, qkv), stream in zip(arriving, (None, side), strict=False):
+            with torch.cuda.stream(stream):  # None: where we are
+                exchange.wait()
+                if side is not None:
+                    give_way(q.device)
+                of_part, sinks = _of_part(call, division, part, s_aux)
+                results = _ring.forward(of_part, *_with_own_keys(division, part, *qkv), sinks)
             saved += [*qkv, *results]
-        for exchange in leaving:
-            exchange.wait()
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+        leaving = _Exchange(row)
+        for part, (*_, part_out, part_lse) in zip(division.parts, _in_fives(saved), strict=True):
+            leaving.to_tokens(part_out, part.heads, out)
+            if lse is not None:
+                leaving.to_tokens(_by_token(part_lse), part.heads, lse)
+        leaving.start()
+        leaving.wait()
         ctx.call, ctx.row = call, row
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(s_aux, *saved)
@@ -143,7 +155,7 @@ class HeadsAttention(torch.autograd.Function):
         row: Row = ctx.row
         division = row.division
         s_aux, *saved = ctx.saved_tensors
-        saved_parts = [saved[i : i + 5] for i in range(0, len(saved), 5)]
+        saved_parts = _in_fives(saved)
         q, k, v, out, lse = saved_parts[0]
         dq = _of_all_heads(division, q, division.nheads)
         dkv = [_of_all_heads(division, x, division.nheads_kv) for x in (k, v)]
@@ -156,7 +168,8 @@ class HeadsAttention(torch.autograd.Function):
         leaving = []
         # In the forward the larger part was the last one. Here it is the first one: of its tensors
         # one is waited for, of the other's three.
-        for part, arrived in _arriving(row, division.parts[::-1], upstream, []):
+        for part, arriving, arrived in _start_to_heads(row, division.parts[::-1], upstream):
+            arriving.wait()
             q, k, v, out, lse = saved_parts.pop()
             of_part, sinks = _of_part(ctx.call, division, part, s_aux)
             part_dlse = None if dlse is None else _by_head(arrived[1]).contiguous()
@@ -178,25 +191,25 @@ class HeadsAttention(torch.autograd.Function):
         return dq, dk, dv, ds_aux, None, None, None
 
 
-def _arriving(
-    row: Row, parts: Sequence[Part], queries: list[Tensor], keys: list[Tensor]
-) -> Iterator[tuple[Part, list[Tensor]]]:
-    """The parts in turn, with their heads of these tensors; those of the next are under way."""
-
-    def start(part: Part) -> tuple[_Exchange, list[Tensor]]:
-        exchange = _Exchange(row)
-        tensors = [exchange.to_heads(x, part.heads) for x in queries]
-        tensors += [exchange.to_heads(x, part.heads_kv) for x in keys]
-        exchange.start()
-        return exchange, tensors
-
-    starts = map(start, parts)
-    following = next(starts)
+def _start_to_heads(
+    row: Row, parts: Sequence[Part], queries: Sequence[Tensor], keys: Sequence[Tensor] = ()
+) -> list[tuple[Part, "_Exchange", list[Tensor]]]:
+    """The parts, what to wait for, and what there is then: their heads of these tensors."""
+    found = []
     for part in parts:
-        exchange, tensors = following
-        following = next(starts, following)
-        exchange.wait()
-        yield part, tensors
+        exchange = _Exchange(row)
+        heads = [part.heads for _ in queries] + [part.heads_kv for _ in keys]
+        tensors = exchange.to_heads([*queries, *keys], heads)
+        exchange.start()
+        exchange.put_own()
+        found.append((part, exchange, tensors))
+    return found
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Where the second part of a forward fills the SMs that the first one leaves."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _of_part(
@@ -228,6 +241,11 @@ def _summed_by_key(division: Division, part: Part, x: Tensor, like: Tensor) -> T
     return total.to(x.dtype)
 
 
+def _in_fives(saved: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Of each part q, k, v, out and the log-sum-exp."""
+    return [saved[i : i + 5] for i in range(0, len(saved), 5)]
+
+
 def _of_all_heads(division: Division, x: Tensor, nheads: int) -> Tensor:
     """Memory for this rank's tokens of a tensor, of which some heads are here."""
     tokens = division.tokens[division.rank]
@@ -252,48 +270,79 @@ class _Exchange:
         self._own: list[tuple[Tensor, Tensor, bool]] = []
         self._arriving: list[tuple[Tensor, Tensor, bool]] = []
 
-    def to_heads(self, x: Tensor, heads: Sequence[range]) -> Tensor:
-        """Return (batch, all tokens, heads of this rank, dim), of what each has of its tokens."""
-        division = self._division
-        shape = x.shape[0], sum(division.tokens), len(heads[division.rank]), x.shape[3]
-        result = x.new_empty(shape)
-        for rank, rows in division.rows:
-            self._swap(rank, x[:, :, as_slice(heads[rank])], result[:, rows])
-        return result
+    def to_heads(self, given: Sequence[Tensor], heads: Sequence[Heads]) -> list[Tensor]:
+        """From (batch, tokens of this rank, all heads, dim) to (batch, all tokens, its heads, dim).
 
-    def to_tokens(
-        self, x: Tensor, heads: Sequence[range], result: Tensor, adds: bool = False
-    ) -> None:
+        heads: of each tensor those of each rank. What is of one kind travels as one tensor, in
+        which the heads of one follow those of the other.
+        """
+        if len({(x.dtype, x.shape[-1]) for x in given}) > 1:
+            return [self.to_heads([x], [y])[0] for x, y in zip(given, heads, strict=True)]
+        division, x = self._division, given[0]
+        counts = [[len(of_each[rank]) for of_each in heads] for rank, _ in division.rows]
+        own = counts[division.rank]
+        result = x.new_empty(x.shape[0], sum(division.tokens), sum(own), x.shape[3])
+        for rank, rows in division.rows:
+            pieces = [x[:, :, as_slice(y[rank])] for x, y in zip(given, heads, strict=True)]
+            if rank == division.rank:
+                targets = result[:, rows].split(own, 2)
+                self._own += [(*pair, False) for pair in zip(targets, pieces, strict=True)]
+                continue
+            sent = x.new_empty(*x.shape[:2], sum(counts[rank]), x.shape[3])
+            for target, piece in zip(sent.split(counts[rank], 2), pieces, strict=True):
+                _put(target, piece)
+            self._messages.send(sent, rank)
+            self._receive(rank, result[:, rows])
+        return list(result.split(own, 2))
+
+    def to_tokens(self, x: Tensor, heads: Heads, result: Tensor, adds: bool = False) -> None:
         """Back again, to the heads' places in (batch, tokens of this rank, all heads, dim)."""
         for rank, rows in self._division.rows:
-            self._swap(rank, x[:, rows], result[:, :, as_slice(heads[rank])], adds)
+            target = result[:, :, as_slice(heads[rank])]
+            if rank == self._division.rank:
+                self._own.append((target, x[:, rows], adds))
+                continue
+            self._messages.send(x[:, rows].contiguous(), rank)
+            self._receive(rank, target, x.dtype, adds)
 
-    def _swap(self, rank: int, x: Tensor, target: Tensor, adds: bool = False) -> None:
-        """Send a rank a tensor; have in ``target`` the one that comes from there."""
-        if rank == self._division.rank:
-            self._own.append((target, x, adds))
+    def _receive(
+        self, rank: int, target: Tensor, dtype: torch.dtype | None = None, adds: bool = False
+    ) -> None:
+        if target.is_contiguous() and not adds:
+            self._messages.receive(target, rank)
             return
-        direct = target.is_contiguous() and target.dtype == x.dtype and not adds
-        arrived = target if direct else x.new_empty(target.shape)
-        self._messages.send(x.contiguous(), rank)
+        arrived = target.new_empty(target.shape, dtype=dtype)
         self._messages.receive(arrived, rank)
-        if not direct:
-            self._arriving.append((target, arrived, adds))
+        self._arriving.append((target, arrived, adds))
 
     def start(self) -> None:
         self._messages.start()
-        for target, x, adds in self._own:
-            _put(target, x, adds)
+
+    def put_own(self) -> None:
+        """Copy what a rank sends itself, at a time when messages are waited for."""
+        for put in self._own:
+            _put(*put)
+        self._own = []
 
     def wait(self) -> None:
         """Let what is launched next wait for the tensors."""
+        self.put_own()
         self._messages.wait()
-        for target, arrived, adds in self._arriving:
-            _put(target, arrived, adds)
+        for put in self._arriving:
+            _put(*put)
 
 
-def _put(target: Tensor, x: Tensor, adds: bool) -> None:
+def _put(target: Tensor, x: Tensor, adds: bool = False) -> None:
+    """Copy or add. PyTorch copies pieces of tensors faster if they have fewer, wider elements."""
     if adds:
         target += x
+    elif x.numel() and _is_wide(x) and _is_wide(target):
+        target.view(torch.complex128).copy_(x.view(torch.complex128))
     else:
         target.copy_(x)
+
+
+def _is_wide(x: Tensor) -> bool:
+    """Whether its rows consist of whole 16 bytes."""
+    sizes = x.data_ptr(), *(n * x.itemsize for n in (x.shape[-1], *x.stride()[:-1]))
+    return x.stride(-1) == 1 and all(n % 16 == 0 for n in sizes)

@@ -6,32 +6,19 @@ them, and the host for nothing.
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_with_priority: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+# Clocks. From the moment that kernels are ready to that when they run, it is some microseconds.
+_HEAD_START = 20_000
 
 
-def messenger(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """Return the group that sends the messages of ``group``. The first time all ranks ask.
-
-    With NCCL it is one of the same ranks, whose stream has a high priority. Messages and an
-    attention are often ready at the same moment. Without priority the attention would fill the GPU
-    and the messages begin when it ends.
-    """
-    if group is None or "cuda:nccl" not in dist.get_backend_config(group) or device.type != "cuda":
-        return group
-    if group not in _with_priority:
-        _with_priority[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend="nccl",
-            pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True),
-            use_local_synchronization=True,
-        )
-    return _with_priority[group]
+def give_way(device: torch.device) -> None:
+    """Let messages begin that are ready as well: an attention that follows would fill the GPU."""
+    if device.type == "cuda":
+        torch.cuda._sleep(_HEAD_START)
 
 
 class Messages:
@@ -57,6 +44,10 @@ class Messages:
     def start(self) -> None:
         if self._operations:
             self._works = dist.batch_isend_irecv(self._operations)
+
+    @property
+    def are_under_way(self) -> bool:
+        return bool(self._works)
 
     def wait(self) -> None:
         """Let what is launched next wait for the messages."""

@@ -3,7 +3,7 @@
 A mask that depends on positions is one of the kernels' masks on any two ranges of tokens, once the
 queries that see no key and the keys that no query sees are cut off: see ``_rectangle``. So the
 kernels need not know where in the sequence a block of queries or keys is. ALiBi and the dropout
-mask do depend on it; where they are asked for, blocks say their place.
+mask do depend on it: where they are asked for, blocks say their place.
 """
 
 from bisect import bisect_right

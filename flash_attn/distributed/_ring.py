@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from flash_attn import _arguments, _backends, _ops
 from flash_attn._arguments import Attention, Options, Place
 from flash_attn.distributed._layout import as_slice, overlap, size_of, without
-from flash_attn.distributed._messages import Messages
+from flash_attn.distributed._messages import Messages, give_way
 from flash_attn.distributed._plan import Block, Plan, Step
 
 
@@ -84,6 +84,8 @@ def forward(
         messages = _Messages(call.ring)
         following = messages.exchange_keys(distance + 1, steps, k, v)
         messages.start()
+        if messages.are_under_way:
+            give_way(q.device)
         for block in step.blocks:
             result.add(block.rows, *attend(call, block, q, keys, s_aux))
         messages.wait()
@@ -228,7 +230,7 @@ def _placed(
         cu, _, longest, _ = call.plan.lengths(block, q.device)
         a = _arguments.varlen(q[0], k[0], v[0], cu, cu, longest, longest, options, slopes, s_aux)
     a = a._replace(place=place)
-    if q.is_cuda and _backends.choose(a) == "tiled":
+    if q.is_cuda and "odd_place" in a.features:
         _warn_of_slow_blocks()
     return a
 
@@ -236,9 +238,9 @@ def _placed(
 @functools.cache
 def _warn_of_slow_blocks() -> None:
     warnings.warn(
-        "the CUDA kernels have no ALiBi and no dropout of a part of a sequence: these blocks run "
-        "in PyTorch operations, which is slow. ulysses_flash_attn_func has ALiBi in the kernels; "
-        "or silence this with use_backend('tiled').",
+        "parts of a sequence that begin at no multiple of 16 have no CUDA kernel with dropout: "
+        "they run in PyTorch operations, which is slow. Choose a length that is a multiple of 16 "
+        "times the pieces that it is cut into; or silence this with use_backend('tiled').",
         UserWarning,
         stacklevel=2,
     )

@@ -20,7 +20,6 @@ from flash_attn._numbers import integer
 from flash_attn.distributed import _agreement
 from flash_attn.distributed._heads import Division, HeadsAttention, Row
 from flash_attn.distributed._layout import Grid, Group, Layout, Order, grid_of
-from flash_attn.distributed._messages import messenger
 from flash_attn.distributed._plan import Mask, Plan
 from flash_attn.distributed._ring import Call, RingAttention
 from flash_attn.flash_attn_interface import read_window
@@ -177,12 +176,11 @@ def _attention(
         for members in grid:
             if members is not None:
                 dist.broadcast(rng_state, dist.get_global_rank(members, 0), members)
-    ring, members = (messenger(x, q.device) for x in grid)
-    call = Call(kind.plan, ring, kind.options, Place(q.shape[2]), slopes, rng_state)
-    if kind.division is None or members is None:
+    call = Call(kind.plan, grid.ring, kind.options, Place(q.shape[2]), slopes, rng_state)
+    if kind.division is None or grid.heads is None:
         out, lse = RingAttention.apply(q, k, v, s_aux, call)
     else:
-        row = Row(members, kind.division)
+        row = Row(grid.heads, kind.division)
         out, lse = HeadsAttention.apply(q, k, v, s_aux, call, row, return_attn_probs)
     if cu_seqlens is not None:
         out, lse = out[0], None if lse is None else lse[0]
