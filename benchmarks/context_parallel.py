@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -462,6 +464,10 @@ def contestants(a: argparse.Namespace, ranks: int, device: str) -> dict[str, Con
 
         found["PyTorch"] = Contestant(sdpa, world, "zigzag", within)
     with suppress(ImportError):
+        # Its adapters ask for what transformers has no more; its functions do without.
+        adapters: Any = ModuleType("ring_flash_attn.adapters")
+        adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
+        sys.modules.setdefault("ring_flash_attn.adapters", adapters)
         from ring_flash_attn import ring_flash_attn_func as contiguous_ring
         from ring_flash_attn import zigzag_ring_flash_attn_func as zigzag_ring
 

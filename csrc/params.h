@@ -112,8 +112,8 @@ struct AttentionParams : CallParams {
 
   // Where the problem lies in a larger one, whose ALiBi and dropout mask it has: the heads of that
   // one (0: there is none), and the first sequence, head, query and key. With dropout, the latter
-  // two are multiples of 16.
-  int place_nheads, place_batch, place_head, place_row, place_column;
+  // two are multiples of 16. To ALiBi, a query stands place_shift keys later than to masks.
+  int place_nheads, place_batch, place_head, place_row, place_column, place_shift;
 
   bool deterministic;  // two runs give the same bits
 
@@ -137,6 +137,7 @@ void visit_numbers(AttentionParams& params, Visit visit) {
   visit("place_head", params.place_head);
   visit("place_row", params.place_row);
   visit("place_column", params.place_column);
+  visit("place_shift", params.place_shift);
 }
 
 // Of the operations "forward" and "decode".

@@ -67,11 +67,6 @@ class Place(NamedTuple):
     row: int = 0
     column: int = 0
 
-    @property
-    def is_odd(self) -> bool:
-        """Whether dropout's kernels, whose random numbers are of 16 x 16 scores, do not fit."""
-        return self.row % 16 > 0 or self.column % 16 > 0
-
 
 class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on every call's path
     """One validated attention problem, whatever public function it came from.
@@ -156,9 +151,21 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
             "pages": self.block_table is not None,
             "cache_slots": self.cache_batch_idx is not None,
             "place": self.place is not None,
-            "odd_place": self.place is not None and self.drops and self.place.is_odd,
+            "odd_place": self._has_odd_place,
         }
         return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+
+    @property
+    def _has_odd_place(self) -> bool:
+        """Whether kernels do not have the place.
+
+        Random numbers are of 16 x 16 scores, and all sequences are equally far from the diagonal.
+        """
+        if self.place is None:
+            return False
+        begins_within = self.place.row % 16 > 0 or self.place.column % 16 > 0
+        same_lengths = self.cu_seqlens_q is self.cu_seqlens_k and self.seqused_k is None
+        return (self.drops and begins_within) or not same_lengths
 
     @property
     def is_varlen(self) -> bool:

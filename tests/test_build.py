@@ -244,7 +244,7 @@ NUMBERS = {
     "tile": -1,
     "num_splits": 0,
     "seqlen_new": 0,
-    **dict.fromkeys(("place_nheads", "place_batch", "place_head", "place_row", "place_column"), 0),
+    **{f"place_{x}": 0 for x in ("nheads", "batch", "head", "row", "column", "shift")},
 }
 
 

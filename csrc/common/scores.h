@@ -45,8 +45,10 @@ struct ScoreTransform {
   // unit: as of scale_log2_of
   __device__ ScoreTransform(const AttentionParams& params, int batch, int head, int shift,
                             float unit = 1.f)
-      : scale(params.softmax_scale * unit), softcap(params.softcap), slope(0.f), shift(shift) {
-    if (params.place_nheads > 0) this->shift = params.place_row - params.place_column;
+      : scale(params.softmax_scale * unit),
+        softcap(params.softcap),
+        slope(0.f),
+        shift(shift + params.place_shift) {
     if (params.alibi_slopes == nullptr) return;
     slope = params.alibi_slopes[batch * params.alibi_batch_stride + head] *
             __fdividef(kLog2e, scale_log2_of(params, unit));

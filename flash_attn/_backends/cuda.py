@@ -74,7 +74,8 @@ _DESCRIPTIONS = {
     "pages": "a paged cache (block_table)",
     "cache_slots": "cache_batch_idx",
     "place": "ALiBi or dropout of a part of a larger problem",
-    "odd_place": "dropout of a part of a larger problem that begins at no multiple of 16",
+    "odd_place": "dropout of a part of a larger problem that begins at no multiple of 16, or parts "
+    "of unequal sequences",
 }
 
 # What, beside a call itself, decides its launch: the backend that is forced; the shared memory of a
@@ -799,7 +800,17 @@ def _numbers(problem: Attention) -> dict[str, float]:
         "window_right": min(problem.window_right, max_seqlen_q),
         "seqlen_new": 0,
         **{name: _settings[name] for name in ("shared_memory", "tile", "num_splits")},
-        **{f"place_{name}": x for name, x in (problem.place or Place(0))._asdict().items()},
+        **_place(problem),
+    }
+
+
+def _place(problem: Attention) -> dict[str, int]:
+    """Where the problem is in a larger one; to ALiBi, how far from the bottom right corner."""
+    place = problem.place or Place(0)
+    shift = place.row - place.column + problem.max_seqlen_q - problem.max_seqlen_k
+    return {
+        **{f"place_{name}": x for name, x in place._asdict().items()},
+        "place_shift": 0 if problem.place is None else shift,
     }
 
 
