@@ -175,13 +175,22 @@ def test_dropout_that_drops_nothing(dropout_p, asked):
     assert problem()._replace(options=options).features == asked
 
 
-def test_parts_of_a_larger_problem(build):
-    """Kernels do not know where a part lies, which ALiBi and dropout ask for."""
+@pytest.mark.parametrize(
+    "row, dropout_p, backend",
+    [(8, 0.0, "sm80"), (16, 0.1, "sm80"), (8, 0.1, "tiled"), (16, 0.1, "tiled: unequal")],
+)
+def test_parts_of_a_larger_problem(build, row, dropout_p, backend):
+    """Kernels draw for 16 x 16 scores, and know one distance from the diagonal."""
     build(SM80)
-    part = problem()._replace(place=_arguments.Place(nheads=2, row=8))
-    assert _backends.choose(part) == "tiled"
-    with _backends.use_backend("sm80"), pytest.raises(NotImplementedError, match="part of a"):
-        _backends.choose(part)
+    options = _arguments.options(dropout_p, None, True, -1, -1, 0.0, False)
+    part = problem()._replace(options=options, place=_arguments.Place(nheads=2, row=row))
+    if backend.endswith("unequal"):
+        bounds = torch.tensor([0, 8], dtype=torch.int32)
+        part = part._replace(cu_seqlens_q=bounds, cu_seqlens_k=bounds.clone())
+    assert _backends.choose(part) == backend.partition(":")[0]
+    if backend != "sm80":
+        with _backends.use_backend("sm80"), pytest.raises(NotImplementedError, match="part of a"):
+            _backends.choose(part)
 
 
 def test_devices_that_are_not_there(monkeypatch):
