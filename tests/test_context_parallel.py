@@ -345,6 +345,31 @@ def test_everything_on_kernels(on_gpus, division):
     check(on_gpus, self_attention(2, 512, **sizes, **options), division, attend_quietly)
 
 
+def attend_with_a_late_part(groups: Groups, **arguments: Any) -> dict[str, Tensor] | None:
+    """The first part of a forward waits 50 ms, the second, on its own stream, does not."""
+
+    def give_way(device: torch.device) -> None:
+        if torch.cuda.current_stream() == torch.cuda.default_stream():
+            torch.cuda._sleep(10**8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_heads, "give_way", give_way)
+        return attend(groups, **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("layout", ["dense", "documents"])
+def test_streams_of_parts(on_gpus, layout):
+    """The second part needs nothing that the first one makes, as where documents begin."""
+    sizes = {"nheads": 8, "nheads_kv": 4, "headdim": 64, "dtype": torch.bfloat16, "causal": True}
+    if layout == "dense":
+        problem = self_attention(1, 390, **sizes)
+    else:
+        problem = packed_documents([90, 200, 7], **sizes)
+    check(on_gpus, problem, ULYSSES2, attend_with_a_late_part)
+
+
 # ---- ranks that do not call alike ----------------------------------------------------------------
 
 

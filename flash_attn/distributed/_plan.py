@@ -6,6 +6,7 @@ kernels need not know where in the sequence a block of queries or keys is. ALiBi
 mask do depend on it: where they are asked for, blocks say their place.
 """
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -88,20 +89,19 @@ class Plan:
         own, *others = [step.blocks for step in self.steps]
         early, late = _divided(chunks[rank], own, mask) if ring > 1 else (own, [])
         self.backward = [early, *others, late]
-        self._lengths: dict[tuple[Block, torch.device], tuple[Tensor, Tensor, int, int]] = {}
+        self._lengths: dict[Block, tuple[Tensor, Tensor, int, int]] = {}
 
-    def lengths(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """cu_seqlens and the longest document of a block, both twice; the host does not wait."""
-        key = block, device
-        if key not in self._lengths:
-            assert block.bounds is not None
-            bounds = torch.tensor(block.bounds, dtype=torch.int32)
-            if device.type == "cuda":
-                bounds = bounds.pin_memory()
-            cu_seqlens = bounds.to(device, non_blocking=True)
-            longest = max((b - a for a, b in pairwise(block.bounds)), default=0)
-            self._lengths[key] = cu_seqlens, cu_seqlens, longest, longest
-        return self._lengths[key]
+    def copy_lengths(self, device: torch.device) -> None:
+        """Have the ``lengths`` of all blocks on a device; the host waits until they are there."""
+        for block in itertools.chain(*(step.blocks for step in self.steps)):
+            if block.bounds is not None:
+                cu_seqlens = torch.tensor(block.bounds, dtype=torch.int32).to(device)
+                longest = max((b - a for a, b in pairwise(block.bounds)), default=0)
+                self._lengths[block] = cu_seqlens, cu_seqlens, longest, longest
+
+    def lengths(self, block: Block) -> tuple[Tensor, Tensor, int, int]:
+        """cu_seqlens and the longest document of a block, both twice: for calls on any stream."""
+        return self._lengths[block]
 
 
 def _divided(

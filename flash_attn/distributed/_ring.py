@@ -163,7 +163,7 @@ def attend(
         last = sinks, x.deterministic, *in_16_bits, call.rng_state
         if block.bounds is None:
             return _ops.flash_attn_forward(q, k, v, *numbers, *last)[:2]
-        lengths = call.plan.lengths(block, q.device)
+        lengths = call.plan.lengths(block)
         unused = None, None, None, False, 0
         qkv = q[0], k[0], v[0]
         out, lse, *_ = _ops.flash_attn_varlen_forward(*qkv, *lengths, *numbers, *unused, *last)
@@ -202,7 +202,7 @@ def attend_backward(
         if block.bounds is None:
             results = _ops.flash_attn_backward(*tensors, *new, *numbers, *last, dlse)[:4]
         else:
-            lengths = call.plan.lengths(block, q.device)
+            lengths = call.plan.lengths(block)
             results = _ops.flash_attn_varlen_backward(
                 *tensors, *new, *lengths, *numbers, *last, False, dlse
             )[:4]
@@ -227,7 +227,7 @@ def _placed(
     if block.bounds is None:
         a = _arguments.dense(q, k, v, options, slopes, s_aux)
     else:
-        cu, _, longest, _ = call.plan.lengths(block, q.device)
+        cu, _, longest, _ = call.plan.lengths(block)
         a = _arguments.varlen(q[0], k[0], v[0], cu, cu, longest, longest, options, slopes, s_aux)
     a = a._replace(place=place)
     if q.is_cuda and "odd_place" in a.features:

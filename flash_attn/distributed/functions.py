@@ -237,6 +237,7 @@ def _kind(
         nheads, nheads_kv = (x.shape[-2] for x in tensors[:2])
         division = Division(column, tuple(row), nheads, nheads_kv)
     kind = _Kind(Plan(layout, mask, place), options, division)
+    kind.plan.copy_lengths(device)
     known[key] = kind
     if len(known) > _MOST_KINDS:
         known.popitem(last=False)
