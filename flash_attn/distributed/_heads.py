@@ -33,7 +33,6 @@ from flash_attn.distributed._ring import Call
 # Tokens times heads of a part, at least: fewer would not keep a GPU busy.
 LEAST_PART = 2**15
 
-
 Heads = tuple[range, ...]  # of each rank
 
 
@@ -283,7 +282,7 @@ class _Exchange:
         own = counts[division.rank]
         result = x.new_empty(x.shape[0], sum(division.tokens), sum(own), x.shape[3])
         for rank, rows in division.rows:
-            pieces = [x[:, :, as_slice(y[rank])] for x, y in zip(given, heads, strict=True)]
+            pieces = [of[:, :, as_slice(y[rank])] for of, y in zip(given, heads, strict=True)]
             if rank == division.rank:
                 targets = result[:, rows].split(own, 2)
                 self._own += [(*pair, False) for pair in zip(targets, pieces, strict=True)]
