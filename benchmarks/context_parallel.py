@@ -300,6 +300,7 @@ def simulated(a: argparse.Namespace) -> Iterator[report.Row]:
 
 
 def draw(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """What the model says, or what was measured."""
     yield "", (draw_model if "best" in data["rows"][0] else draw_measured)(data)
 
 
@@ -474,6 +475,8 @@ def contestants(a: argparse.Namespace, ranks: int, device: str) -> dict[str, Con
 
         found["ring-flash-attn"] = Contestant(contiguous_ring, world, "contiguous")
         found["ring-flash-attn, zigzag"] = Contestant(zigzag_ring, world, "zigzag")
+    if unknown := set(a.ways or ()) - found.keys():
+        raise SystemExit(f"--ways: got {', '.join(unknown)}; there are {', '.join(found)}")
     return {name: x for name, x in found.items() if name in ("one GPU", *(a.ways or found))}
 
 

@@ -43,7 +43,7 @@ from torch.nn import functional as F
 
 from benchmarks import context_parallel as cost_model
 from flash_attn import distributed
-from flash_attn.distributed import _agreement, _heads, adapters
+from flash_attn.distributed import _agreement, _heads, _ring, adapters
 from flash_attn.distributed._layout import Layout
 from flash_attn.distributed._plan import Block, Mask, Plan
 
@@ -328,6 +328,7 @@ def test_cuda_graph(on_gpus, division):
 
 
 def attend_quietly(groups: Groups, **arguments: Any) -> dict[str, Tensor] | None:
+    _ring._warn_of_slow_blocks.cache_clear()  # which warns once
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return attend(groups, **arguments)
