@@ -89,7 +89,7 @@ def assert_counters_are_zero() -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
 @pytest.mark.parametrize("features", ["plain", "everything"])
 def test_each_kernel_for_the_sanitizer(device, features, dtype, headdims):
-    """One and two row tiles, whole and divided keys."""
+    """Each tile shape, whole and divided keys."""
     options = options_of(features, 3, 8, device) | {"dtype": dtype, "device": device}
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
     for seqlen_q, parts in ((1, 1), (3, 3), (5, 2)):
@@ -138,7 +138,7 @@ def test_more_rows_than_a_tile(device, mask, headdims):
 @of_each_kernel
 @pytest.mark.parametrize("page_size", [None, 1, 16])
 def test_each_tile(device, page_size, headdims):
-    """One and two row tiles, whole and divided keys."""
+    """Each tile shape, whole and divided keys."""
     sizes = {"nheads": 8, "headdim": headdims[0], "headdim_v": headdims[1], "page_size": page_size}
     cases = [
         decode([0, 33, 600], seqlen_q, 0, 610, **sizes, device=device, causal=True, **BF16)
@@ -173,6 +173,19 @@ def test_splits(device, parts, page_size, headdim):
     with splits(parts):
         check_kvcache(case)
     assert_counters_are_zero()
+
+
+@of_each_kernel
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("seqlen_q", [3, 8, 20])
+def test_rows_behind_an_append(device, seqlen_q, page_size, headdims):
+    """Loads of older keys begin before the append has ended, of queries and new keys later."""
+    sizes = {"nheads": 8, "nheads_kv": 1, "headdim": headdims[0], "headdim_v": headdims[1]}
+    given = {"causal": True, "rotary_dim": 16, "page_size": page_size, "device": device, **BF16}
+    case = decode([0, 1990, 700, 5], seqlen_q, seqlen_q, 2040, **sizes, **given)
+    for parts in (0, 1, 3):
+        with splits(parts):
+            check_kvcache(case)
 
 
 @pytest.mark.parametrize("headdim", [96, 128, 256])
@@ -406,7 +419,7 @@ def test_more_rows_decode_where_tiles_are_few(device, monkeypatch):
         flash_attn.flash_attn_with_kvcache(q, cache, cache)
         flash_attn.flash_attn_with_kvcache(q, cache, cache, num_splits=1)
         flash_attn.flash_attn_with_kvcache(q, cache[:, :1000], cache[:, :1000])
-        flash_attn.flash_attn_with_kvcache(torch.cat([q, q], 1), cache, cache)
+        flash_attn.flash_attn_with_kvcache(torch.cat([q, q, q], 1), cache, cache)
         many = [x.expand(40, -1, -1, -1) for x in (q, cache)]
         flash_attn.flash_attn_with_kvcache(many[0], many[1], many[1])
     assert [operation for operation, _ in seen] == ["decode"] + ["forward"] * 4

@@ -295,7 +295,7 @@ def test_compiled(device):
 @pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
 @pytest.mark.parametrize("features", ["plain", "everything"])
 def test_each_kernel_for_the_sanitizer(on_kernels, features, dtype, headdims):
-    """One and two row tiles, whole and divided keys."""
+    """Each tile shape, whole and divided keys."""
     options = OPTIONS[features](3, 8, on_kernels) | {"dropout_p": 0.0, "dtype": dtype}
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
     for seqlen_q, parts in ((1, 1), (3, 3), (5, 2)):

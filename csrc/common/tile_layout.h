@@ -16,6 +16,7 @@ struct TileLayout {
   static constexpr int kRowBytes = kCols * 2;
   // Chunks that the swizzle permutes.
   static constexpr int kGroup = kCols % 64 == 0 ? 8 : kCols % 32 == 0 ? 4 : 2;
+  static constexpr int kGroupBytes = kGroup * 16;  // from a group of a row to the next
 
   // Byte offset of a chunk.
   __device__ static constexpr uint32_t offset(int row, int chunk) {

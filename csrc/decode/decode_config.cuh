@@ -9,6 +9,7 @@
 
 #include "common/tile_layout.h"
 #include "params.h"
+#include "sm90/pipeline.cuh"
 
 namespace flash::decode {
 
@@ -16,14 +17,28 @@ constexpr int kWarps = 4;
 // Parts into which the keys of a tile are divided at most.
 constexpr int kMostSplits = 256;
 
-// Tile shapes: one or two row tiles of 16 rows. Where two would spill, further thread blocks take
-// the rows that are left.
-constexpr int count_tiles(int headdim_v) { return headdim_v <= 128 ? 2 : 1; }
+// Rows of the wide tile, beside that of 16; 0: there is none. WGMMA takes 64, in 16 bits alone.
+// Where 32 would spill, further thread blocks take the rows that are left.
+constexpr int wide_rows(bool hopper, bool is_e4m3, int headdim_v) {
+  return hopper && !is_e4m3 ? 64 : headdim_v <= 128 ? 32 : 0;
+}
 
-// kHopper_: in clusters. An SM there has room for two thread blocks with 24 KB of keys and values
-// under way for each warp; elsewhere one thread block fits 99 KB.
+// A (kRows, kCols) tile of 16 bits as WGMMA reads it (sm90/tile_layout.cuh), named as TileLayout.
+template <int kRows, int kCols>
+struct PartLayout {
+  static constexpr int kGroup = 8;
+  static constexpr int kGroupBytes = kRows * 128;
+  static constexpr int kChunks = (kCols + 63) / 64 * kGroup;
+
+  __device__ static constexpr uint32_t offset(int row, int chunk) {
+    return chunk / kGroup * kGroupBytes + row * 128 + ((chunk ^ row) % kGroup) * 16;
+  }
+};
+
+// kHopper_: in clusters. An SM there has room for two thread blocks with 96 KB of keys and values
+// under way; elsewhere one thread block fits 99 KB.
 template <typename T_, typename KV_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
-          int kRowTiles_, bool kHopper_>
+          int kRows_, bool kHopper_>
 struct DecodeConfig {
   using T = T_;    // of Q and O
   using KV = KV_;  // of K and V
@@ -33,40 +48,63 @@ struct DecodeConfig {
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
-  static constexpr int kRowTiles = kRowTiles_;
-  static constexpr int kRows = 16 * kRowTiles;
+  static constexpr int kRows = kRows_;
+  // Whether the warps share keys, each with 16 rows: WGMMA. Else each has all rows and its own
+  // keys.
+  static constexpr bool kWarpgroup = kRows == 64;
+  static constexpr int kRowTiles = kWarpgroup ? 1 : kRows / 16;  // of a warp
   static constexpr bool kHopper = kHopper_;
   static constexpr int kMostCluster = kHopper ? 16 : 1;  // thread blocks
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlocksPerSm = 2;
-  // Keys of a step of a warp. Of e4m3 as many as have the bytes of others, unless they would spill.
+  // Four warps load for a warpgroup.
+  static constexpr int kThreads = 32 * kWarps * (kWarpgroup ? 2 : 1);
+  static constexpr int kWiderDim = kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV;
+  static constexpr int kBlocksPerSm = kWarpgroup ? 1 : 2;
+  // Keys that a warp loads for a step. Of e4m3 as many as have the bytes of others, unless they
+  // would spill.
   static constexpr bool kWideStep = kHeadDim * kRowTiles < 256 && kHeadDim <= 128;
-  static constexpr int kBlockN = kHeadDim == 32 || (kIsE4m3 && kWideStep) ? 32 : 16;
-  static constexpr int kStepKeys = kWarps * kBlockN;  // of all warps
+  static constexpr bool kIsNarrow = kWiderDim <= (kWarpgroup ? 64 : 32);
+  static constexpr int kBlockN = kIsNarrow || (kIsE4m3 && kWideStep) ? 32 : 16;
+  static constexpr int kStepKeys = kWarps * kBlockN;              // of all warps
+  static constexpr int kKeys = kWarpgroup ? kStepKeys : kBlockN;  // that a warp computes with
 
-  // A slot of a warp's ring holds a block of keys or of values.
-  static constexpr int kSlotElements = kBlockN * (kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV);
-  static constexpr int kSlotBytes = kSlotElements * sizeof(KV);
-  using KeyLayout = TileLayout<kHeadDim * sizeof(KV) / 2>;
-  using ValueLayout = TileLayout<kHeadDimV * sizeof(KV) / 2>;
-  static constexpr int kSlots = (kHopper ? 24 : 20) * 1024 / kSlotBytes;
-  static_assert(kSlots >= 2);
+  // A slot of a ring holds a block of keys or of values.
+  static constexpr int kRings = kWarpgroup ? 1 : kWarps;
+  template <int kTileRows, int kCols, typename Element>
+  using Layout = std::conditional_t<kWarpgroup, PartLayout<kTileRows, kCols>,
+                                    TileLayout<kCols * sizeof(Element) / 2>>;
+  using QueryLayout = Layout<kRows, kHeadDim, T>;
+  using KeyLayout = Layout<kKeys, kHeadDim, KV>;
+  using ValueLayout = Layout<kKeys, kHeadDimV, KV>;
+  static constexpr int kQueryElements = kRows * QueryLayout::kChunks * 8;
+  static constexpr int kSlotBytes =
+      kKeys * 16 * (kHeadDim > kHeadDimV ? KeyLayout::kChunks : ValueLayout::kChunks);
+  static constexpr int kSlots =
+      (kWarpgroup ? 226 * 1024 - kQueryElements * 2 : (kHopper ? 24 : 20) * 1024) / kSlotBytes;
+  static_assert(kSlots >= (kWarpgroup ? 4 : 2));
+  using Ring = sm90::Pipeline<kSlots>;
 
+  // Results that a thread block merges: of the warps, if each has its own keys.
+  static constexpr int kResults = kRings;
   // Of the output of a warp: with 8 more columns, lanes that write two of each of 8 rows meet
   // different banks; with 16, those that write four.
   static constexpr int kOutStride = kHeadDimV + (kIsE4m3 ? 16 : 8);
 
+  static constexpr int kAlignment = kWarpgroup ? 1024 : 128;
   struct SharedStorage {
-    alignas(128) T q[kRows * kHeadDim];  // in the order of TileLayout
+    // In the order of these layouts.
+    alignas(kAlignment) T q[kQueryElements];
     union {
-      alignas(128) KV ring[kWarps][kSlots][kSlotElements];  // in the order of these layouts
-      float4 out[kWarps][kRows][kOutStride / 4];            // at the end: what each warp has
+      alignas(kAlignment) KV ring[kRings][kSlots][kSlotBytes / sizeof(KV)];
+      float4 out[kResults][kRows][kOutStride / 4];  // at the end
     };
-    float2 rows[kWarps][kRows], merged[kRows];  // references and sums: of warps, of all of them
+    float2 rows[kResults][kRows];  // references and sums of the results
+    Ring ring_pipeline;            // of a warpgroup
+    uint64_t queries_full;
+    float2 merged[kResults > 1 ? kRows : 1];  // of all of them
   };
   static constexpr size_t kSharedBytes = sizeof(SharedStorage);
   // So much that one thread block fills an SM.
-  static constexpr size_t kBytesAlone = kHopper ? 116 * 1024 : kSharedBytes;
+  static constexpr size_t kBytesAlone = kHopper && kBlocksPerSm == 2 ? 116 * 1024 : kSharedBytes;
   // An SM has 228 KB on Hopper and keeps 1 KB for each thread block.
   static_assert(kHopper ? kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024
                         : kSharedBytes <= 99 * 1024);

@@ -22,20 +22,18 @@ namespace flash::decode {
 
 using DecodeLauncher = std::function<void(const ForwardParams&, cudaStream_t)>;
 
-// Thread blocks that run at a time, in clusters of a power of two.
+// Thread blocks that run at a time, in clusters.
 // alone: each has an SM to itself
 template <typename Config>
 int slots_of(int cluster, bool alone) {
   constexpr auto kKernel = decode_kernel<Config>;
   const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
-  int log = 0;
-  while (1 << log < cluster) ++log;
-  static DeviceFacts known[2][8]{};
+  static DeviceFacts known[2][Config::kMostCluster + 1]{};
   if (cluster > 1) {
     return cluster * clusters_at_a_time(kKernel, dim3(1, cluster), Config::kThreads, shared_bytes,
-                                        known[alone][log]);
+                                        known[alone][cluster]);
   }
-  const int blocks_per_sm = of_device(known[alone][log], [=](int) {
+  const int blocks_per_sm = of_device(known[alone][cluster], [=](int) {
     int count;
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kKernel, Config::kThreads,
                                                              shared_bytes),
@@ -80,7 +78,7 @@ DecodePlan plan_kernel(const ForwardParams& params) {
   work.tiles = int64_t{params.batch} * heads;
   work.same_keys = rows.tiles;
   work.is_e4m3 = Config::kIsE4m3;
-  work.two_row_tiles = Config::kRowTiles == 2;
+  work.tile_rows = Config::kRows;
   work.rows = rows.of_tile();
   work.rows_of_threads = Config::kThreads / (Config::kHeadDimV / 4.f);
   work.step_keys = Config::kStepKeys;
@@ -162,26 +160,27 @@ struct DecodeRow {
   using Params = ForwardParams;
   static constexpr uint32_t kTakes =
       (features_of(kFeatures) & ~(kDropout | kPlace)) | kPages | kCacheSlots;
-  static constexpr int kTiles = count_tiles(kHeadDimV);
+  static constexpr int kWideRows = wide_rows(kHopper, std::is_same_v<KV, __nv_fp8_e4m3>, kHeadDimV);
+  static constexpr int kTiles = kWideRows > 0 ? 2 : 1;
 
   static DecodeLauncher prepare(Params& params, Workspaces& wanted) {
-    const DecodePlan one = plan_kernel<Config<1>>(params);
+    const DecodePlan narrow = plan_kernel<Config<16>>(params);
     if constexpr (kTiles > 1) {
       const int64_t rows = int64_t{params.seqlen_q} * (params.nheads / params.nheads_kv);
       if (params.tile == 1 || (params.tile < 0 && rows > 16)) {
-        const DecodePlan two = plan_kernel<Config<2>>(params);
+        const DecodePlan wide = plan_kernel<Config<kWideRows>>(params);
         // Where a number of parts is given, the batch must not decide.
-        if (params.tile == 1 || params.num_splits > 0 || two.time <= one.time) {
-          return prepare_kernel<Config<2>>(two, params, wanted);
+        if (params.tile == 1 || params.num_splits > 0 || wide.time <= narrow.time) {
+          return prepare_kernel<Config<kWideRows>>(wide, params, wanted);
         }
       }
     }
-    return prepare_kernel<Config<1>>(one, params, wanted);
+    return prepare_kernel<Config<16>>(narrow, params, wanted);
   }
 
  private:
-  template <int kRowTiles>
-  using Config = DecodeConfig<T, KV, kHeadDim, kHeadDimV, kFeatures, kRowTiles, kHopper>;
+  template <int kRows>
+  using Config = DecodeConfig<T, KV, kHeadDim, kHeadDimV, kFeatures, kRows, kHopper>;
 };
 
 }  // namespace flash::decode

@@ -13,7 +13,7 @@ namespace flash::decode {
 
 struct DecodePlan {
   int splits;             // parts of a tile's keys at most
-  int cluster;            // thread blocks of a cluster; a power of two
+  int cluster;            // thread blocks of a cluster
   int clusters;           // of a tile
   float time = INFINITY;  // microseconds
 
@@ -23,20 +23,20 @@ struct DecodePlan {
 
 // With so many parts, whatever the launch: as few clusters as can be.
 inline DecodePlan plan_of_splits(int splits, int most_cluster) {
-  int cluster = 1;
-  while (cluster < splits && cluster < most_cluster) cluster *= 2;
-  return {splits, cluster};
+  const int clusters = (splits + most_cluster - 1) / most_cluster;
+  return {splits, (splits + clusters - 1) / clusters};
 }
 
 // What a launch has to do, without regard to parts.
 struct DecodeWork {
   int64_t tiles;
-  int same_keys;                // tiles that read the same keys
-  bool is_e4m3, two_row_tiles;  // of the kernel
-  int rows;                     // of a tile
-  float rows_of_threads;        // that a thread block merges at a time
-  int step_keys;                // of a thread block
-  int64_t step_bytes;           // of K and V
+  int same_keys;          // tiles that read the same keys
+  bool is_e4m3;           // of the kernel
+  int tile_rows;          // of the kernel: 16, 32, or 64 by WGMMA
+  int rows;               // of a tile
+  float rows_of_threads;  // that a thread block merges at a time
+  int step_keys;          // of a thread block
+  int64_t step_bytes;     // of K and V
   int most_splits, most_cluster;
   int sms;
 };
@@ -51,7 +51,7 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
   const int most_splits = static_cast<int>(std::min<int64_t>(steps, work.most_splits));
   // A part of a GPU may have no room for large clusters.
   int most_cluster = work.most_cluster;
-  while (most_cluster > 1 && slots_of(most_cluster, false) == 0) most_cluster /= 2;
+  while (most_cluster > 1 && slots_of(most_cluster, false) == 0) --most_cluster;
   if (params.num_splits > 0) {
     return plan_of_splits(std::min(params.num_splits, most_splits), most_cluster);
   }
@@ -60,20 +60,22 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
   // Microseconds; bytes of a microsecond from memory, from the L2 cache, of an SM with one thread
   // block and with two, fewer of e4m3, which is widened. Small pages come slower to one.
   constexpr float kBytes = 4.64e6f, kCacheBytes = 7.8e6f, kSmallPages = 0.93f;
-  const float ends = work.two_row_tiles ? 4.9f : 3.9f;
-  const float bytes_of_one = work.is_e4m3 ? 29e3f : work.two_row_tiles ? 44.7e3f : 55e3f;
-  const float bytes_of_two = work.is_e4m3 ? 40e3f : work.two_row_tiles ? 50e3f : 63e3f;
-  // To merge, for each turn of the threads: what the warps have, 8 parts of a cluster, and of 8
-  // clusters, which also takes some time once.
-  constexpr float kWarpsTurn = 0.21f, kClusterParts = 0.42f, kClustersParts = 0.93f;
-  constexpr float kClusters = 1.15f;
+  const bool narrow = work.tile_rows == 16, by_wgmma = work.tile_rows == 64;
+  const float ends = narrow ? 4.2f : by_wgmma ? 4.6f : 4.9f;
+  const float bytes_of_one = work.is_e4m3 ? 29e3f : narrow ? 55.5e3f : 44.8e3f;
+  const float bytes_of_two = work.is_e4m3 ? 40e3f : narrow ? 64e3f : 50e3f;
+  // To merge, for each turn of the threads: what the thread block has, 8 parts of a cluster, and of
+  // 8 clusters, which also takes some time once.
+  constexpr float kOwnTurn = 0.19f, kClusterParts = 0.66f, kClustersParts = 0.94f;
+  constexpr float kClusters = 0.98f;
   const bool small_pages = params.block_table != nullptr && params.page_size < work.step_keys;
   const auto turns = [&](int rows) {
     return std::ceil(static_cast<float>(rows) / work.rows_of_threads);
   };
   DecodePlan best{1, 1};
-  for (int cluster = 1; cluster <= most_cluster; cluster *= 2) {
+  for (int cluster = 1; cluster <= most_cluster; ++cluster) {
     const int64_t slots = slots_of(cluster, false);
+    if (slots == 0) continue;
     const int64_t alone = cluster > 1 ? slots_of(cluster, true) : work.sms;
     const auto round = [&](int64_t blocks, int64_t block_steps) {
       if (blocks == 0) return 0.f;
@@ -95,7 +97,7 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
         return parts > 1 ? each * slice_turns * static_cast<float>((parts + 7) / 8) : 0.f;
       };
       plan.time = static_cast<float>(blocks / slots) * round(slots, block_steps) +
-                  round(blocks % slots, block_steps) + turns(work.rows) * kWarpsTurn +
+                  round(blocks % slots, block_steps) + turns(work.rows) * kOwnTurn +
                   merging(cluster, kClusterParts) + (plan.clusters > 1 ? kClusters : 0.f) +
                   merging(plan.clusters, kClustersParts);
       if (plan.time < best.time) best = plan;

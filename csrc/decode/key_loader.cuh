@@ -12,7 +12,8 @@ namespace flash::decode {
 
 // A warp's blocks of kBlockN keys of one head of a sequence: from key `first` on each kWarps-th, as
 // far as they begin before `end`. Blocks are loaded in order, of each first the keys and then the
-// values. Rows from `end` on become zero and are not read.
+// values. Rows from `end` on become zero and are not read. Of a warpgroup, whose warps share keys,
+// each warp loads as many blocks.
 //
 // Each lane knows the place of one of 32 rows, and gives it to the lanes that copy the row. So
 // pages may have any size, and what the block table says is asked for 32 rows in advance.
@@ -36,8 +37,9 @@ class KeyLoader {
         page_shift_(page_shift),
         end_(end),
         lane_(lane),
+        before_(Config::kWarpgroup ? threadIdx.x / 32 * kBlockN : 0),
         key_(first) {
-    if (key_ >= end_) return;
+    if (is_behind()) return;
     place_ = find(0);
     next_place_ = find(32);
   }
@@ -47,7 +49,7 @@ class KeyLoader {
   // slot: shared address
   template <bool kValues>
   __device__ void load(uint32_t slot) {
-    if (key_ < end_) copy<kValues>(slot);
+    if (!is_behind()) copy<kValues>(slot);
     ptx::cp_async_commit();
     if constexpr (kValues) advance();
   }
@@ -57,6 +59,9 @@ class KeyLoader {
   struct Place {
     int slot, row;
   };
+
+  // Whether no block is left.
+  __device__ bool is_behind() const { return key_ - before_ >= end_; }
 
   // Of the row that is `ahead` and the lane behind the warp's next.
   __device__ Place find(int ahead) const {
@@ -85,12 +90,12 @@ class KeyLoader {
     for (int pass = 0; pass < kBlockN; pass += 32 / kLanes) {
       const KV* const row_source =
           source + __shfl_sync(0xffffffff, offset, first_lane_ + row + pass);
-      const uint32_t target = slot + Layout::offset(row + pass, chunk);
+      const uint32_t target = slot + Layout::offset(before_ + row + pass, chunk);
       const bool valid_row = key_ + row + pass < end_;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const int col = group * kLanes * kElements;
-        ptx::cp_async_16_zfill(target + group * kLanes * 16, row_source + col,
+        ptx::cp_async_16_zfill(target + group * Layout::kGroupBytes, row_source + col,
                                valid_row && col < cols);
       }
     }
@@ -100,7 +105,7 @@ class KeyLoader {
   __device__ void advance() {
     key_ += Config::kStepKeys;
     first_lane_ = (first_lane_ + kBlockN) % 32;
-    if (first_lane_ > 0 || key_ >= end_) return;
+    if (first_lane_ > 0 || is_behind()) return;
     place_ = next_place_;
     next_place_ = find(32);
   }
@@ -108,6 +113,7 @@ class KeyLoader {
   const ForwardParams& params_;
   const int* const table_;  // (pages of a sequence), or null: not paged
   const int k_batch_, k_first_, head_kv_, page_shift_, end_, lane_;
+  const int before_;              // keys of other warps in a tile that is shared
   int key_;                       // first key of the block
   int first_lane_ = 0;            // that knows the place of the block's first row
   Place place_{}, next_place_{};  // of one of 32 rows, and of the 32 rows behind them

@@ -29,6 +29,15 @@ __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n"
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.commit_group"
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
+// Arrives at a barrier of this thread block when this thread's copies so far have arrived; counts
+// among the arrivals that the barrier was initialised with.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.mbarrier.arrive" (.noinc)
+__device__ inline void cp_async_arrive(uint64_t& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(&barrier)))
+               : "memory");
+}
+
 // Waits for all of this thread's groups but the last kPending.
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async.wait_group"
 template <int kPending>

@@ -163,6 +163,7 @@ __device__ inline void wgmma_wait(Sum (&d)[kTiles][4]) {
                    __VA_ARGS__)                                                          \
   FLASH_WGMMA_8_OF(N, GROUPS, int8_t, int, "+r", "k32.s32.s8.s8", "", __VA_ARGS__)
 
+FLASH_WGMMA(32, 2, 16, 17, 18, 19, 20, 21, 22)
 FLASH_WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30)
 FLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
 FLASH_WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)

@@ -58,15 +58,11 @@ _OPERANDS = {"out", "dout", "dq", "dk", "dv"}
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "e4m3", torch.int8: "int8"}
 _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 
-# Rows, pairs of a query and a head of the group that reads the same keys, of a tile of the decode
-# kernels. With more, several tiles read the same keys: up to so many rows, of so many keys at
-# least, and while there are so few tiles that the forward, which on sm80 does not split the keys,
-# would keep fewer SMs busy. On sm90 these are half as many where a sequence has long keys.
+# Rows, pairs of a query and a head of the group that reads the same keys, that the decode kernels
+# always take. More are tiles that read the same keys: _decodes_more.
 _DECODE_ROWS = 32
-_MORE_DECODE_ROWS = 128
-_MORE_DECODE_KEYS = 1024
-_LONG_DECODE_KEYS = 4096
-_DECODE_TILES = {"sm80": 128, "sm90": 16}
+_MORE_DECODE_ROWS = {"sm80": 128, "sm90": 256}
+_MORE_DECODE_KEYS = 1024  # of a sequence, at least
 
 # Features of a call, as messages name them where their name will not do.
 _DESCRIPTIONS = {
@@ -714,15 +710,29 @@ def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:
         return False
     rows = problem.max_seqlen_q * (problem.nheads // problem.nheads_kv)
     if rows > _DECODE_ROWS:
-        tiles = -(-rows // _DECODE_ROWS) * problem.batch * problem.nheads_kv
         # With a fixed num_splits the kernel must not depend on the batch.
-        if rows > _MORE_DECODE_ROWS or problem.max_seqlen_k < _MORE_DECODE_KEYS:
-            return False
-        is_long = backend == "sm90" and problem.max_seqlen_k >= _LONG_DECODE_KEYS
-        if tiles > _DECODE_TILES[backend] // (1 + is_long) or problem.num_splits > 0:
+        if problem.num_splits > 0 or not _decodes_more(problem, backend, rows):
             return False
     aligned = out_aligned and _are_aligned(problem)
     return isinstance(_kernel(problem, backend, "decode", aligned), int)
+
+
+def _decodes_more(problem: Attention, backend: str, rows: int) -> bool:
+    """Whether a decode kernel is faster than the forward, for more rows than it always takes.
+
+    It divides the keys of a tile, but each further tile reads them again. So it is while tiles are
+    few: by the times of both on an H200 (docs/design-notes.md, Inference).
+    """
+    keys = problem.max_seqlen_k
+    if rows > _MORE_DECODE_ROWS[backend] or keys < _MORE_DECODE_KEYS:
+        return False
+    tile_rows = 64 if backend == "sm90" else 32
+    tiles = -(-rows // tile_rows) * problem.batch * problem.nheads_kv
+    if backend == "sm80":  # whose forward does not divide keys
+        return tiles <= 128
+    if rows <= tile_rows:
+        return tiles * min(keys, 2**15) <= 2**18
+    return tiles * min(keys, 2**14) <= 2**16
 
 
 def _is_empty(problem: Attention) -> bool:

@@ -8,11 +8,12 @@
 using namespace flash;
 using namespace flash::decode;
 
-// Thread blocks of the kernels of heads of 128, in 16 bits, that run at a time.
-int slots_of(int cluster, bool alone) {
-  const int sms = cluster <= 2 ? 132 : cluster <= 8 ? 120 : 112;
-  return alone ? sms : 2 * sms;
-}
+// Thread blocks of the kernels of heads of 128, in 16 bits, that run at a time, by the size of their
+// clusters: by twos on an SM, and alone.
+constexpr int kByTwos[] = {264, 264, 237, 248, 235, 234, 224, 240,
+                           207, 210, 176, 192, 182, 196, 210, 224};
+constexpr int kAlone[] = {132, 132, 117, 120, 110, 102, 105, 120,
+                          81,  70,  77,  84,  91,  98,  105, 112};
 
 int main() {
   int batch, seqlen_k, nheads, nheads_kv, seqlen_q, page_size;
@@ -29,14 +30,17 @@ int main() {
     const int rows = seqlen_q * (nheads / nheads_kv);
     int best_rows = 0;
     DecodePlan best{1, 1};
-    for (const int tile_rows : {16, 32}) {
-      if (tile_rows == 32 && rows <= 16) continue;
+    for (const int tile_rows : {16, 64}) {
+      if (tile_rows == 64 && rows <= 16) continue;
+      const auto slots_of = [&](int cluster, bool alone) {
+        return (alone || tile_rows == 64 ? kAlone : kByTwos)[cluster - 1];
+      };
       DecodeWork work{};
       work.same_keys = (rows + tile_rows - 1) / tile_rows;
       work.tiles = int64_t{batch} * nheads_kv * work.same_keys;
-      work.two_row_tiles = tile_rows == 32;
+      work.tile_rows = tile_rows;
       work.rows = std::min(rows, tile_rows);
-      work.rows_of_threads = 4;
+      work.rows_of_threads = tile_rows == 64 ? 8 : 4;
       work.step_keys = 64;
       work.step_bytes = 64 * 2 * 128 * 2;
       work.most_splits = 256;
