@@ -58,16 +58,19 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
 
   // Fitted to an H200, behind a product of a matrix and a vector: 1 to 512 tiles, 1k to 64k keys.
   // Microseconds; bytes of a microsecond from memory, from the L2 cache, of an SM with one thread
-  // block and with two, fewer of e4m3, which is widened. Small pages come slower to one.
-  constexpr float kBytes = 4.64e6f, kCacheBytes = 7.8e6f, kSmallPages = 0.93f;
+  // block and with two, fewer of e4m3, which is widened. Memory is slower if some have two, and
+  // small pages come slower if none has.
+  constexpr float kBytes = 4.67e6f, kCacheBytes = 7.8e6f, kSmallPages = 0.93f;
+  constexpr float kByTwos = 0.96f;
   const bool narrow = work.tile_rows == 16, by_wgmma = work.tile_rows == 64;
-  const float ends = narrow ? 4.2f : by_wgmma ? 4.6f : 4.9f;
-  const float bytes_of_one = work.is_e4m3 ? 29e3f : narrow ? 55.5e3f : 44.8e3f;
-  const float bytes_of_two = work.is_e4m3 ? 40e3f : narrow ? 64e3f : 50e3f;
+  const float ends = narrow ? 4.4f : by_wgmma ? 4.45f : 4.9f;
+  const float bytes_of_one = work.is_e4m3 ? 29e3f : narrow ? 55.9e3f : by_wgmma ? 46.9e3f : 44.7e3f;
+  const float bytes_of_two = work.is_e4m3 ? 40e3f : narrow ? 86.2e3f : 50e3f;
   // To merge, for each turn of the threads: what the thread block has, 8 parts of a cluster, and of
   // 8 clusters, which also takes some time once.
-  constexpr float kOwnTurn = 0.19f, kClusterParts = 0.66f, kClustersParts = 0.94f;
+  constexpr float kOwnTurn = 0.21f, kClusterParts = 0.52f, kClustersParts = 1.02f;
   constexpr float kClusters = 0.98f;
+  constexpr int kMostClusters = 16;  // that are tried
   const bool small_pages = params.block_table != nullptr && params.page_size < work.step_keys;
   const auto turns = [&](int rows) {
     return std::ceil(static_cast<float>(rows) / work.rows_of_threads);
@@ -79,16 +82,32 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
     const int64_t alone = cluster > 1 ? slots_of(cluster, true) : work.sms;
     const auto round = [&](int64_t blocks, int64_t block_steps) {
       if (blocks == 0) return 0.f;
-      const bool by_twos = blocks > alone;
+      const float twos = std::max<int64_t>(blocks - alone, 0);  // SMs with two thread blocks
+      const float ones = std::min(blocks, alone) - twos;
       const float block_bytes = static_cast<float>(block_steps * work.step_bytes);
       // Tiles of the same keys read them from memory once.
-      const float bytes = std::min(kBytes * work.same_keys, kCacheBytes) *
-                          (small_pages && !by_twos ? kSmallPages : 1);
-      return ends + std::max(block_bytes * blocks / bytes,
-                             block_bytes * (by_twos ? 2 / bytes_of_two : 1 / bytes_of_one));
+      const float most =
+          std::min(kBytes * work.same_keys, kCacheBytes) * (twos > 0      ? kByTwos
+                                                            : small_pages ? kSmallPages
+                                                                          : 1);
+      // What part of their speed SMs have that want so many bytes together: near the memory's they
+      // hinder each other.
+      const auto share = [most](float wanted) {
+        float x = wanted / most;
+        x *= x, x *= x, x *= x;
+        return 1 / std::sqrt(std::sqrt(std::sqrt(1 + x)));
+      };
+      // SMs with one are done first, then the others have the memory for themselves.
+      const float shared = share(ones * bytes_of_one + twos * bytes_of_two);
+      const float first = ones > 0 ? block_bytes / (bytes_of_one * shared) : 0.f;
+      if (twos == 0) return ends + first;
+      const float left = 2 * block_bytes - bytes_of_two * shared * first;
+      return ends + first + left / (bytes_of_two * share(twos * bytes_of_two));
     };
     const float slice_turns = turns((work.rows + cluster - 1) / cluster);
-    for (int splits = cluster; splits < most_splits + cluster; splits += cluster) {
+    const int most =
+        most_cluster == 1 ? most_splits : std::min(most_splits, kMostClusters * cluster);
+    for (int splits = cluster; splits < most + cluster; splits += cluster) {
       const int64_t block_steps = (steps + splits - 1) / splits;
       if ((steps + block_steps - 1) / block_steps <= splits - cluster) continue;  // fewer do it
       DecodePlan plan{splits, cluster};
