@@ -36,7 +36,7 @@ struct PartLayout {
 };
 
 // kHopper_: in clusters. An SM there has room for two thread blocks with 96 KB of keys and values
-// under way; elsewhere one thread block fits 99 KB.
+// under way, or for one of 64 rows with 226 KB; elsewhere one thread block fits 99 KB.
 template <typename T_, typename KV_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
           int kRows_, bool kHopper_>
 struct DecodeConfig {

@@ -72,6 +72,7 @@ __device__ inline void wgmma_wait(Sum (&d)[kTiles][4]) {
 #define FLASH_REGISTERS(C, g)                                                                   \
   C(d[2 * (g)][0]), C(d[2 * (g)][1]), C(d[2 * (g)][2]), C(d[2 * (g)][3]), C(d[2 * (g) + 1][0]), \
       C(d[2 * (g) + 1][1]), C(d[2 * (g) + 1][2]), C(d[2 * (g) + 1][3])
+#define FLASH_TEXT_HALF "%0, %1, %2, %3"
 #define FLASH_TEXT_1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FLASH_TEXT_2 FLASH_TEXT_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define FLASH_TEXT_3 FLASH_TEXT_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -88,6 +89,7 @@ __device__ inline void wgmma_wait(Sum (&d)[kTiles][4]) {
 #define FLASH_TEXT_14 FLASH_TEXT_13 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define FLASH_TEXT_15 FLASH_TEXT_14 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define FLASH_TEXT_16 FLASH_TEXT_15 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define FLASH_REGISTERS_HALF(C) C(d[0][0]), C(d[0][1]), C(d[0][2]), C(d[0][3])
 #define FLASH_REGISTERS_1(C) FLASH_REGISTERS(C, 0)
 #define FLASH_REGISTERS_2(C) FLASH_REGISTERS_1(C), FLASH_REGISTERS(C, 1)
 #define FLASH_REGISTERS_3(C) FLASH_REGISTERS_2(C), FLASH_REGISTERS(C, 2)
@@ -171,6 +173,7 @@ FLASH_WGMMA(128, 8, 64, 65, 66, 67, 68, 69, 70)
 FLASH_WGMMA(192, 12, 96, 97, 98, 99, 100, 101, 102)
 FLASH_WGMMA(256, 16, 128, 129, 130, 131, 132, 133, 134)
 
+FLASH_WGMMA_8(8, HALF, 4, 5, 6, 7, 8, 9, 10)
 FLASH_WGMMA_8(64, 4, 32, 33, 34, 35, 36, 37, 38)
 FLASH_WGMMA_8(96, 6, 48, 49, 50, 51, 52, 53, 54)
 FLASH_WGMMA_8(128, 8, 64, 65, 66, 67, 68, 69, 70)
@@ -182,6 +185,8 @@ FLASH_WGMMA_8(256, 16, 128, 129, 130, 131, 132, 133, 134)
 #undef FLASH_WGMMA_8_OF
 #undef FLASH_WGMMA_OF
 #undef FLASH_REGISTERS
+#undef FLASH_TEXT_HALF
+#undef FLASH_REGISTERS_HALF
 #undef FLASH_TEXT_1
 #undef FLASH_REGISTERS_1
 #undef FLASH_TEXT_2

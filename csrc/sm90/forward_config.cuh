@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "params.h"
+#include "sm90/e4m3_probabilities.cuh"
 #include "sm90/forward_tile.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/split.cuh"
@@ -21,20 +22,28 @@ struct BlockScales {
   float k, log2_v, unit;
 };
 
-// kTerms_: tensors that V is the sum of, if it is quantised
+// What P is multiplied by to sum its rows has 8 rows of so many bytes.
+constexpr int kOnesRowBytes = 64;
+
+// What the values are: plain; quantised with a scale for each block; or the sum of two such
+// tensors.
+enum class Values { kPlain, kScaled, kTwoTerms };
+
 // kDivided_: whether the keys of tiles are divided. (Where they are not, its mere code would make
 // the main loop slower.)
 template <typename T_, typename V_, typename Out_, int kHeadDim_, int kHeadDimV_,
-          FeatureSet kFeatures_, int kTerms_, int kChoice, bool kDivided_>
+          FeatureSet kFeatures_, Values kValues_, int kChoice, bool kDivided_>
 struct ForwardConfig {
   using T = T_;      // of Q and K
   using V = V_;      // of V
   using Out = Out_;  // of the output
   static constexpr bool kQuantised = sizeof(T) == 1;
-  static constexpr int kTerms = kTerms_;
+  static constexpr Values kValues = kValues_;
+  static constexpr int kTerms = kValues == Values::kTwoTerms ? 2 : 1;
+  static constexpr bool kScaled = kValues != Values::kPlain;  // keys and queries then are, too
   static constexpr bool kDivided = kDivided_;
   static constexpr ForwardTile kTile =
-      kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kChoice)
+      kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kScaled, kChoice)
                  : forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kChoice);
   using Params = std::conditional_t<kQuantised, QuantisedParams, ForwardParams>;
   using Score = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;  // of Q K^T
@@ -57,6 +66,21 @@ struct ForwardConfig {
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
   static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? 32 : 40;
   static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : 232;
+  // Linear probabilities have no sum but that of what multiplies V: with scales it is another.
+  // Beside long products the others cost nothing.
+  static constexpr bool kLinear = kQuantised && !kScaled && kHeadDimV <= 128;
+  // The less, the further a reference may lag: faster. The more, the more exact is a probability
+  // that is most of its row: where no operand is rotated that counts for nothing.
+  static constexpr int kRoundedBits = !kScaled ? 3 : kTerms == 1 ? 5 : 6;
+  static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
+  using Probabilities =
+      std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kManyRegisters>,
+                         RoundedProbabilities<kBlockN / 8, kRoundedBits>>;
+  static constexpr float kProbabilityUnit = 1.f / (1 << Probabilities::kBits);
+  // Where there are registers for Q in 8 bits, products read less shared memory.
+  static constexpr bool kQInRegisters = kQuantised && !kScaled && kManyRegisters;
+  // Warps that wait for exponentials had better take no turns.
+  static constexpr bool kTurns = kStreams == 1 && (!kQuantised || kLinear);
   static_assert(kProducerRegisters + kStreams * kConsumers * kConsumerRegisters <=
                 65536 / kThreads / 8 * 8 * (kStreams * kConsumers + 1));
 
@@ -92,7 +116,8 @@ struct ForwardConfig {
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
   };
   struct QuantisedStorage : Storage {
-    BlockScales scales[kStages];  // filled with K
+    std::conditional_t<kScaled, BlockScales, Nothing> scales[kStages];  // filled with K
+    alignas(8 * kOnesRowBytes) V ones[8 * kOnesRowBytes];
   };
   using SharedStorage = std::conditional_t<kQuantised, QuantisedStorage, Storage>;
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);

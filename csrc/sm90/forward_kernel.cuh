@@ -120,8 +120,8 @@ struct Producer {
   PipelineState<1> tail_state;
 
   __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
-    if constexpr (Config::kQuantised) {
-      const BlockScales scales = block_scales(params, sequence, tile, n);
+    if constexpr (Config::kScaled) {
+      const BlockScales scales = block_scales(params, sequence, tile, n, Config::kProbabilityUnit);
       shared.k_pipeline.wait_empty(k_state);
       if (lane == 0) shared.scales[k_state.stage()] = scales;
     } else {
@@ -266,17 +266,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
 
-  // Whoever holds its turn issues matmuls while the others are at their softmax. Two streams mix by
-  // themselves.
-  constexpr bool kTurns = Config::kStreams == 1;
-  const int next_warpgroup = warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1;
-  const auto take_turn = [&] {
-    if (kTurns) ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup);
-  };
-  const auto pass_turn = [&] {
-    if (kTurns) ptx::bar_arrive(kTurn + next_warpgroup, 2 * kWarpgroup);
-  };
-  if (next_warpgroup == 0) pass_turn();
+  const Turns<Config> turns(warpgroup);
 
   Consumer<Config> consumer{shared, warpgroup, lane};
   auto& kv_state = consumer.kv_state;
@@ -340,8 +330,8 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     while (more && block.key() >= seen_end) {
       more = !block.is_last();
       consumer.skip_block(!more);
-      take_turn();
-      pass_turn();
+      turns.take();
+      turns.pass();
       block.advance();
     }
     if (more) {
@@ -357,10 +347,10 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
         block.advance();
         consumer.wait_for_v();
         consumer.wait_for_k(kv_state.next());
-        take_turn();
+        turns.take();
         consumer.begin_scores(scores, kv_state.next());
         consumer.begin_output(out, p);
-        pass_turn();
+        turns.pass();
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(kv_state.next());
         if (kReleaseQEarly && block.is_last()) consumer.release_q();
@@ -371,9 +361,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       }
       if (!kReleaseQEarly) consumer.release_q();
       consumer.wait_for_v();
-      take_turn();
+      turns.take();
       consumer.begin_output(out, p);
-      pass_turn();
+      turns.pass();
       if (kFinishEarly) finish_softmax();
       ptx::wgmma_wait<0>(out[0]);
       consumer.release_v();
@@ -419,6 +409,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     init_barrier(shared.tile_wanted, 1);
     fence_barrier_init();
   }
+  if constexpr (Config::kQuantised) fill_ones<Config>(shared_of_stream);
   __syncthreads();
   // The earlier kernels of the stream may still run. Each warp waits for their end as late as it
   // can: where it first reads or writes device memory.

@@ -214,7 +214,8 @@ struct ForwardRow {
   static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV, kFeatures);
 
   template <int kChoice, bool kDivided>
-  using Config = ForwardConfig<T, T, Out, kHeadDim, kHeadDimV, kFeatures, 1, kChoice, kDivided>;
+  using Config =
+      ForwardConfig<T, T, Out, kHeadDim, kHeadDimV, kFeatures, Values::kPlain, kChoice, kDivided>;
 
   static auto prepare(Params& params, Workspaces& wanted) {
     const ForwardPlan plan =

@@ -89,6 +89,24 @@ struct TileRange {
   }
 };
 
+// Turns of the consumer warpgroups of a tile. Whoever holds its turn issues matmuls while the
+// others are at their softmax. Two streams mix by themselves.
+template <typename Config>
+struct Turns {
+  const int warpgroup, next;
+
+  __device__ explicit Turns(int warpgroup)
+      : warpgroup(warpgroup), next(warpgroup + 1 == Config::kConsumers ? 0 : warpgroup + 1) {
+    if (next == 0) pass();  // the first is the first warpgroup's
+  }
+  __device__ void take() const {
+    if (Config::kTurns) ptx::bar_sync(kTurn + warpgroup, 2 * kWarpgroup);
+  }
+  __device__ void pass() const {
+    if (Config::kTurns) ptx::bar_arrive(kTurn + next, 2 * kWarpgroup);
+  }
+};
+
 // A consumer warpgroup: where it is in each pipeline, and its matmuls. `k` is the place of a block
 // of keys: that of the values, kv_state, or the next.
 template <typename Config>
@@ -110,7 +128,8 @@ struct Consumer {
   __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
   __device__ void wait_for_v() { shared.v_pipeline.wait_full(v_state()); }
   __device__ BlockScales scales_of(KvState k) const {
-    return shared.scales[warp_uniform(k.stage())];
+    if constexpr (Config::kScaled) return shared.scales[warp_uniform(k.stage())];
+    return {1.f, 0.f, Config::kProbabilityUnit};
   }
   __device__ void release_q() { shared.q_pipeline.release(q_state, lane); }
   __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
@@ -123,6 +142,17 @@ struct Consumer {
                                                  warpgroup * kWarpgroupRows);
     start_multiply<T, Config::kHeadDim>(
         scores[0], q, KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())]));
+  }
+  // The same with Q in registers, from load_q.
+  using Queries = uint32_t[Config::kHeadDim / kWgmmaDepth<T>][4];
+  __device__ void load_q(Queries& q) const {
+    const int row = warpgroup * kWarpgroupRows + threadIdx.x / 32 % 4 * 16;
+    load_operands<T, Config::kBlockM>(q, shared.q[warp_uniform(q_state.stage())], row, lane);
+  }
+  __device__ void begin_scores(typename Config::Score (&scores)[1][Config::kBlockN / 8][4],
+                               const Queries& q, KvState k) {
+    start_multiply<T>(scores[0], q,
+                      KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())]));
   }
   // O += P V
   __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
@@ -142,6 +172,12 @@ struct Consumer {
     } else {
       start_multiply_terms<V>(out[0], p, {Values(v[0]), Values(v[1])}, accumulate);
     }
+  }
+  // P times ones: the sum of each row, eight times.
+  __device__ void begin_sums(float (&sums)[1][4],
+                             const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
+    using V = typename Config::V;
+    start_multiply<V>(sums, p, Repeated<KMajor<V, 8, uint32_t, kOnesRowBytes>>(shared.ones));
   }
 
   // Reads nothing of a block: none of its queries sees it.

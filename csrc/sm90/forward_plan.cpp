@@ -263,9 +263,9 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
 }
 
 ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
-                           int headdim_v, int choice, SlotsOf slots_of) {
+                           int headdim_v, bool scaled, int choice, SlotsOf slots_of) {
   if (params.num_splits > 0) return {choice, params.num_splits, 0};
-  const ForwardTile tile = quantised_tile(headdim, features, choice);
+  const ForwardTile tile = quantised_tile(headdim, features, scaled, choice);
   const int group = heads_in_tile(params, features, tile.block_m);
   const float step = quantised_step(headdim) * tile.block_m * tile.block_n / (128 * 64);
   const TileTimes times{{kQuantisedEnds, kQuantisedEnds}, {step, step}, 0};

@@ -52,23 +52,21 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
 }
 
 // The tile shapes of operands in 8 bits, of which the last is the fastest. A block of keys, 64 or
-// 128 of them, has one scale and is a row of the transposed values in shared memory.
-constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, int choice) {
+// 128 of them, is a row of the transposed values in shared memory. It may have scales of its own.
+constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, bool scaled, int choice) {
   const bool plain = features == FeatureSet::kPlain;
   switch (headdim) {
     case 64:
       if (choice == 0) return {128, 128, 3, 2};
-      if (choice == 1 && plain) return {128, 64, 3, 1, 2};
+      if (choice == 1 && plain && scaled) return {128, 64, 3, 1, 2};
+      if (choice == 1 && plain && !scaled) return {192, 128, 3, 2};
       break;
     case 96:
       if (choice == 0) return {128, 128, 3, 2};
       break;
     case 128:
-      if (choice == 0) return {128, 128, 3, 2};
-      if (choice == 1 && plain) return {192, 64, 4, 2};
-      break;
-    case 192:
-      if (choice == 0) return {128, 64, 3, 1};
+      if (choice == 0) return {128, 128, scaled ? 3 : 4, 2};
+      if (choice == 1 && plain && scaled) return {192, 64, 4, 2};
       break;
     default:
       if (choice == 0) return {128, 64, 3, 1};
@@ -77,9 +75,9 @@ constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, int choic
   return {};
 }
 
-constexpr int count_quantised_tiles(int headdim, FeatureSet features) {
+constexpr int count_quantised_tiles(int headdim, FeatureSet features, bool scaled) {
   int count = 0;
-  while (quantised_tile(headdim, features, count).block_m > 0) ++count;
+  while (quantised_tile(headdim, features, scaled, count).block_m > 0) ++count;
   return count;
 }
 

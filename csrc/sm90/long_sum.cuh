@@ -26,13 +26,19 @@ class LongSum {
   // What `out` holds is in the sum, which goes on with the next blocks alone.
   __device__ bool is_fresh() const { return blocks_ % kMost == 0; }
 
-  // One more block of keys is in `out`.
-  __device__ void count(Out& out) {
+  // One more block of keys is in `out`. (It is not changed: to be changed under a condition, it
+  // would be copied to other registers.)
+  __device__ void count(const Out& out) {
     if (++blocks_ % kMost != 0) return;
-    if (blocks_ > kMost) add(out);
     Words* const sum = place();
 #pragma unroll
-    for (int n = 0; n < Config::kHeadDimV / 8; ++n) store(sum[n], out[0][n]);
+    for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
+      float x[4] = {};
+      if (blocks_ > kMost) load(x, sum[n]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] += out[0][n][j];
+      store(sum[n], x);
+    }
   }
 
   // What has come so far is to be multiplied by the factors.
@@ -51,7 +57,15 @@ class LongSum {
 
   // Adds the sum to the output of the last block or blocks.
   __device__ void finish(Out& out) const {
-    if (blocks_ >= kMost) add(out);
+    if (blocks_ < kMost) return;
+    const Words* const sum = place();
+#pragma unroll
+    for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
+      float x[4];
+      load(x, sum[n]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[0][n][j] += x[j];
+    }
   }
 
  private:
@@ -93,17 +107,6 @@ class LongSum {
       x[1] = __uint_as_float(__byte_perm(words[0][0], low, 0x3255));
       x[2] = __uint_as_float(__byte_perm(words[1][0], low, 0x1066));
       x[3] = __uint_as_float(__byte_perm(words[1][0], low, 0x3277));
-    }
-  }
-
-  __device__ void add(Out& out) const {
-    const Words* const sum = place();
-#pragma unroll
-    for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-      float x[4];
-      load(x, sum[n]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) out[0][n][j] += x[j];
     }
   }
 };

@@ -1,10 +1,11 @@
 // The consumers of operands in 8 bits.
 //
-// They take no turns, unlike those of 16 bits: exponentials take most of the time, and warps that
-// are not held to an order keep the special-function units busier.
+// Beside those of 16 bits they have: Q in registers, probabilities in e4m3 (e4m3_probabilities.cuh)
+// and the sums of long rows in shared memory (long_sum.cuh).
 #pragma once
 
 #include <cstdint>
+#include <cuda/ptx>
 #include <type_traits>
 
 #include "common/fragment.h"
@@ -13,6 +14,7 @@
 #include "common/softmax.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
+#include "ptx/named_barrier.h"
 #include "ptx/opaque.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_parts.cuh"
@@ -21,23 +23,46 @@
 
 namespace flash::sm90 {
 
+// By all threads, before their first barrier.
+template <typename Config>
+__device__ void fill_ones(typename Config::SharedStorage* shared_of_stream) {
+  constexpr uint32_t kOnes = 0x38383838;  // in e4m3
+  for (int stream = 0; stream < Config::kStreams; ++stream) {
+    auto& ones = shared_of_stream[stream].ones;
+    if (threadIdx.x < sizeof(ones) / 4) reinterpret_cast<uint32_t*>(ones)[threadIdx.x] = kOnes;
+  }
+  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+}
+
 template <typename Config>
 __device__ void consume_quantised(const QuantisedParams& params, const ForwardSchedule& schedule,
                                   float scale_log2, typename Config::SharedStorage& shared,
                                   int warpgroup) {
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
+  constexpr bool kQInRegisters = Config::kQInRegisters;
   constexpr int kBlockN = Config::kBlockN, kOutTiles = Config::kHeadDimV / 8;
   using Score = typename Config::Score;
+  using Probabilities = typename Config::Probabilities;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
   const auto query_of = [&](int row) { return schedule.query_of(row); };
   const int first_query = query_of(warpgroup * kWarpgroupRows);
   const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
+  const Turns<Config> turns(warpgroup);
 
   Consumer<Config> consumer{shared, warpgroup, lane};
   auto& kv_state = consumer.kv_state;
   Score scores[1][kBlockN / 8][4];
   uint32_t p[kBlockN / kWgmmaDepth<typename Config::V>][4];
+  float block_sums[1][4];  // of P's rows
+  typename Consumer<Config>::Queries q;
+  const auto begin_scores = [&](auto k) {
+    if constexpr (kQInRegisters) {
+      consumer.begin_scores(scores, q, k);
+    } else {
+      consumer.begin_scores(scores, k);
+    }
+  };
   for (;;) {
     const Tile tile = consumer.receive_tile();
     if (tile.batch < 0) break;
@@ -52,12 +77,23 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     ptx::wait_for_earlier_kernels();
     const float no_sinks[2] = {-INFINITY, -INFINITY};
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
-    float allowed = kFewReferences;
     LongSum<Config> long_sum(shared.sums);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     TileScales<kFull> scales(params, schedule, tile, range.sequence, range.m_begin, first_row);
+    // Of the block whose scales are at hand. Where there are registers, it is computed here, while
+    // products are, and not where it is wanted.
+    const auto exponents_of_block = [&] {
+      Exponents exponents = exponents_of(scales, softmax.scale_log2, Score{});
+#pragma unroll
+      for (int r = 0; r < 2 && Config::kManyRegisters; ++r) {
+        ptx::hold(exponents.factor[r]);
+        ptx::hold(exponents.offset[r]);
+      }
+      return exponents;
+    };
     // The probabilities of the block that begins with key n.
-    const auto softmax_block = [&](bool first, int n) {
+    const auto softmax_block = [&](auto first, int n, const Exponents& exponents,
+                                   auto finish_output) {
       const int key = n + lane % 4 * 2;
       const int row = ptx::opaque(range.position);  // or what follows would occupy registers
       as_floats(scores, [&](float (&scores)[1][kBlockN / 8][4]) {
@@ -72,13 +108,29 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
           transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});
         }
         mask_scores();
-        const Exponents exponents = exponents_of(scales, softmax.scale_log2, Score{});
-        quantised_softmax_step(p, softmax, scores, exponents, scales.block.unit, first, allowed,
-                               [&](const float (&factors)[2]) {
-                                 rescale_output(out, factors);
-                                 long_sum.rescale(factors);
-                               });
+        quantised_softmax_step<Probabilities, decltype(first)::value>(
+            p, softmax, scores, exponents, scales.block.unit, finish_output,
+            [&](const float (&factors)[2]) {
+              rescale_output(out, factors);
+              long_sum.rescale(factors);
+            });
       });
+    };
+    const auto begin_output = [&] {
+      if constexpr (!Probabilities::kSummed) consumer.begin_sums(block_sums, p);
+      consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
+    };
+    // unit: of the block's sums
+    const auto finish_output = [&](float unit) {
+      ptx::wgmma_wait<0>(out[0]);
+      if constexpr (!Probabilities::kSummed) {
+        ptx::wgmma_wait<0>(block_sums);
+        if (lane % 4 != 0) unit = 0.f;  // a row's sum counts in one of the lanes that share it
+        softmax.sum[0] = fmaf(block_sums[0][0], unit, softmax.sum[0]);
+        softmax.sum[1] = fmaf(block_sums[0][2], unit, softmax.sum[1]);
+      }
+      consumer.release_v();
+      kv_state.advance();
     };
 
     auto block = range.blocks;
@@ -87,48 +139,63 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     while (more && block.key() >= seen_end) {
       more = !block.is_last();
       consumer.skip_block(!more);
+      turns.take();
+      turns.pass();
       block.advance();
     }
     if (more) {
       consumer.wait_for_q();
       consumer.wait_for_k(kv_state);
-      consumer.begin_scores(scores, kv_state);
+      if constexpr (kQInRegisters) {
+        consumer.load_q(q);
+        consumer.release_q();
+      }
+      begin_scores(kv_state);
       scales.block = consumer.scales_of(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
-      // Each step: the scores of the next block of keys, and the output of this one. (The softmax
-      // of the first block stands in the loop too: a second copy of it makes the loop slower.)
-      for (bool first = true;; first = false) {
-        softmax_block(first, block.key());
-        if (block.is_last()) break;
+      softmax_block(std::true_type(), block.key(), exponents_of_block(), [] {});
+      // Each step: the scores of the next block of keys and the output of this one, of which the
+      // rest is computed beside the softmax, or before it.
+      while (!block.is_last()) {
         block.advance();
-        consumer.wait_for_k(kv_state.next());
-        consumer.begin_scores(scores, kv_state.next());
+        const auto next = kv_state.next();
+        consumer.wait_for_k(next);
         consumer.wait_for_v();
-        consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
-        scales.block = consumer.scales_of(kv_state.next());
+        turns.take();
+        begin_scores(next);
+        begin_output();
+        turns.pass();
+        const float unit = scales.block.unit;
+        scales.block = consumer.scales_of(next);
+        const Exponents exponents = exponents_of_block();
         ptx::wgmma_wait<1>(scores[0]);
-        consumer.release_k(kv_state.next());
-        ptx::wgmma_wait<0>(out[0]);
-        consumer.release_v();
-        kv_state.advance();
-        long_sum.count(out);
+        consumer.release_k(next);
+        const auto finish_block = [&] {
+          finish_output(unit);
+          long_sum.count(out);
+        };
+        if (!Probabilities::kBesideOutput) finish_block();
+        softmax_block(std::false_type(), block.key(), exponents, [&] {
+          if (Probabilities::kBesideOutput) finish_block();
+        });
       }
-      consumer.release_q();
+      if constexpr (!kQInRegisters) consumer.release_q();
       consumer.wait_for_v();
-      consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
-      ptx::wgmma_wait<0>(out[0]);
-      consumer.release_v();
-      kv_state.advance();
+      turns.take();
+      begin_output();
+      turns.pass();
+      finish_output(scales.block.unit);
       long_sum.finish(out);
     }
     if constexpr (Config::kDivided) {
-      merge_tile<Config>(params, schedule, tile, shared.part, softmax, out, kProbabilityUnit,
-                         first_row, lane);
+      merge_tile<Config>(params, schedule, tile, shared.part, softmax, out,
+                         Config::kProbabilityUnit, first_row, lane);
       return;
     } else {
       Epilogue<Config> epilogue;
-      epilogue.finish_softmax(params, schedule, tile, softmax, kProbabilityUnit, first_row, lane);
+      epilogue.finish_softmax(params, schedule, tile, softmax, Config::kProbabilityUnit, first_row,
+                              lane);
       epilogue.store_output(params, out, lane);
     }
     if (!block.empty()) consumer.q_state.advance();

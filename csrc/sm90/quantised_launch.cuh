@@ -17,33 +17,51 @@ struct QuantisedRow {
   static_assert(std::is_same_v<T, KV>);
   using Params = QuantisedParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) & ~(kDropout | kPlace);
-  static constexpr int kTiles = count_quantised_tiles(kHeadDim, kFeatures);
-  static constexpr bool kTwoTerms = std::is_same_v<T, int8_t>;
+  template <Values kValues>
+  static constexpr int kTilesOf =
+      count_quantised_tiles(kHeadDim, kFeatures, kValues != Values::kPlain);
+  static constexpr int kTiles = std::max(kTilesOf<Values::kPlain>, kTilesOf<Values::kScaled>);
 
-  template <int kTerms, int kChoice, bool kDivided>
-  using Config = ForwardConfig<T, __nv_fp8_e4m3, Out, kHeadDim, kHeadDimV, kFeatures, kTerms,
+  template <Values kValues, int kChoice, bool kDivided>
+  using Config = ForwardConfig<T, __nv_fp8_e4m3, Out, kHeadDim, kHeadDimV, kFeatures, kValues,
                                kChoice, kDivided>;
-  using Launcher = ForwardLauncher<Config<1, 0, false>>;
+  using Launcher = ForwardLauncher<Config<Values::kScaled, 0, false>>;
 
   static Launcher prepare(Params& params, Workspaces& wanted) {
     params.score_scale = params.softmax_scale;
     params.softmax_scale = 1.f;
-    if (params.tile < 0) params.tile = kTiles - 1;
-    if (params.v_low.data == nullptr) return prepare_choice<1>(params, wanted);
-    if constexpr (kTwoTerms) return prepare_choice<2>(params, wanted);
-    throw std::invalid_argument("v_low: accepted with q and k of int8 alone");
+    const bool scaled = params.v_scale.data != nullptr;
+    for (const Scales* scales : {&params.q_scale, &params.k_scale}) {
+      if ((scales->data != nullptr) != scaled) {
+        throw std::invalid_argument("q_scale, k_scale, v_scale: accepted are all or none");
+      }
+    }
+    if constexpr (std::is_same_v<T, int8_t>) {
+      if (!scaled) throw std::invalid_argument("v_scale: missing, as q and k are of int8");
+      if (params.v_low.data != nullptr) return prepare_choice<Values::kTwoTerms>(params, wanted);
+    } else {
+      if (params.v_low.data != nullptr) {
+        throw std::invalid_argument("v_low: accepted with q and k of int8 alone");
+      }
+      if (!scaled) return prepare_choice<Values::kPlain>(params, wanted);
+    }
+    return prepare_choice<Values::kScaled>(params, wanted);
   }
 
  private:
-  template <int kTerms, int kChoice = 0>
+  // The tile of `params`, or the last.
+  template <Values kValues, int kChoice = 0>
   static Launcher prepare_choice(Params& params, Workspaces& wanted) {
-    if constexpr (kChoice + 1 < kTiles) {
-      if (params.tile > kChoice) return prepare_choice<kTerms, kChoice + 1>(params, wanted);
+    if constexpr (kChoice + 1 < kTilesOf<kValues>) {
+      if (params.tile < 0 || params.tile > kChoice) {
+        return prepare_choice<kValues, kChoice + 1>(params, wanted);
+      }
     }
-    const ForwardPlan plan = plan_quantised(params, kFeatures, kHeadDim, kHeadDimV, kChoice,
-                                            slots_of<Config<kTerms, kChoice, true>>);
+    const ForwardPlan plan =
+        plan_quantised(params, kFeatures, kHeadDim, kHeadDimV, kValues != Values::kPlain, kChoice,
+                       slots_of<Config<kValues, kChoice, true>>);
     params.num_splits = plan.splits;
-    return prepare_plan<Config<kTerms, kChoice, false>, Config<kTerms, kChoice, true>>(
+    return prepare_plan<Config<kValues, kChoice, false>, Config<kValues, kChoice, true>>(
         plan.whole, params, wanted);
   }
 };

@@ -6,8 +6,8 @@
 //
 // So values with different scales go into one sum, and the reference follows the largest p'.
 // As in softmax.cuh nobody searches for maxima before the exponentials, but a sum of a whole block
-// would leave e4m3 too little of its range. So the sums of four probabilities, those of a register,
-// tell whether the reference is outgrown.
+// would leave e4m3 too little of its range. So the largest probability, or sum of four, tells
+// whether the reference is outgrown.
 #pragma once
 
 #include <cstdint>
@@ -65,17 +65,17 @@ __device__ inline int first_scaled_block(const AttentionParams& params, const Se
 }
 
 // Of the block that begins with key n of the sequence.
+// unit: that of probabilities
 __device__ inline BlockScales block_scales(const QuantisedParams& params, const Sequence& sequence,
-                                           const Tile& tile, int n) {
+                                           const Tile& tile, int n, float unit) {
   // (Registers are few in a producer: nothing shall be computed before its loop.)
   const int batch = ptx::opaque(tile.batch), head = ptx::opaque(tile.head_kv);
   const int block = first_scaled_block(params, sequence, batch) + n / kScaledKeys;
   const auto of = [&](const Scales& scales) {
-    if (scales.data == nullptr) return 1.f;
     return scales.data[batch * scales.batch_stride + head * scales.head_stride + block];
   };
   const float v = of(params.v_scale);
-  return {of(params.k_scale), __log2f(v), __fdividef(kProbabilityUnit, v)};
+  return {of(params.k_scale), __log2f(v), __fdividef(unit, v)};
 }
 
 // Of a lane's two rows, and of the block of keys whose scores are computed.
@@ -130,43 +130,36 @@ __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_l
   return exponents;
 }
 
-// How large four probabilities may be, in units of e4m3, before their rows get new references. e4m3
-// ends. And a probability that is much of its row should be its reference: that is 1, which
-// rounding leaves alone. What this lane has of the rows' sums tells, in units of `unit`.
-__device__ inline float allowed_sum(const SoftmaxState<1>& softmax, float unit) {
-  const float sum = fminf(softmax.sum[0], softmax.sum[1]);
-  return fminf(fmaxf(__fdividef(0.5f * sum, unit), kFewReferences), kLargestE4m3);
-}
-
 // As softmax_step of softmax.cuh.
 // scores: as floats
-// first: whether nothing came before
-// allowed: what allowed_sum was when it was last wanted; kFewReferences if the references are newer
+// unit: what sums of probabilities are multiplied by
+// kFirst: nothing came before
+// finish_output(): called when p, which a product may have read so far, is wanted
 // rescale(factors): what came before is to be multiplied by the factors
-template <int kColTiles, typename Rescale>
+template <typename Probabilities, bool kFirst, int kColTiles, typename FinishOutput,
+          typename Rescale>
 __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
                                        const float (&scores)[1][kColTiles][4],
-                                       const Exponents& exponents, float unit, bool first,
-                                       float& allowed, Rescale rescale) {
+                                       const Exponents& exponents, float unit,
+                                       FinishOutput finish_output, Rescale rescale) {
   const auto exponent_of = [&](float score, int r) { return exponents.of(score, r); };
   float factors[2];
   const auto raise = [&] { raise_references(softmax, {true, true}, scores, factors, exponent_of); };
-  if (first) raise();
-  ProbabilitySums sums = exponentiate_quantised(p, softmax, scores, exponents);
+  if (kFirst) raise();
+  Probabilities found(softmax, scores, exponents);
+  finish_output();
   // If one row of the warp has outgrown its reference, those of the others follow their maxima too:
   // they would be next. (Where there is NaN the row is NaN, whatever its reference.)
-  const float largest = fmaxf(sums.largest[0], sums.largest[1]);
-  if (__any_sync(0xffffffff, largest > allowed)) {
-    allowed = allowed_sum(softmax, unit);
-    if (__any_sync(0xffffffff, largest > allowed)) {
-      raise();
-      rescale(factors);
-      sums = exponentiate_quantised(p, softmax, scores, exponents);
-      allowed = kFewReferences;
-    }
+  if (!kFirst && __any_sync(0xffffffff, found.outgrown())) {
+    raise();
+    rescale(factors);
+    found = Probabilities(softmax, scores, exponents);
   }
+  found.store(p);
+  if constexpr (Probabilities::kSummed) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) softmax.sum[r] = fmaf(sums.all[r], unit, softmax.sum[r]);
+    for (int r = 0; r < 2; ++r) softmax.sum[r] = fmaf(found.sums[r], unit, softmax.sum[r]);
+  }
 }
 
 // finish_rows (common/softmax.h). Sinks join here: beside p' they could be the largest by far.

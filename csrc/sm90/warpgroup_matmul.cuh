@@ -36,6 +36,13 @@ struct KMajor {
   }
 };
 
+// An operand whose columns are those of step 0 over and over.
+template <typename Operand>
+struct Repeated : Operand {
+  using Operand::Operand;
+  __device__ uint64_t step(int) const { return Operand::step(0); }
+};
+
 // A tile as an operand, from column `col` on. Products are summed over its rows. WGMMA takes it in
 // 16 bits alone. tile: (parts, kRows, kBoxCols<T>)
 template <typename T, int kRows, typename Sum = uint32_t>
@@ -73,10 +80,9 @@ __device__ void start_multiply(Sum (&d)[kColTiles][4], const A& a, const B& b) {
 // The same with A in registers, or some steps of it: kFirst .. kFirst + kCount - 1.
 // a: (64, kSteps * kWgmmaDepth<T>), A operands
 // b: as above, with a depth of kSteps * kWgmmaDepth<T>
-template <typename T, bool kAccumulate = false, int kFirst = 0, int kCount = 0, int kColTiles,
-          int kSteps, typename B>
-__device__ void start_multiply(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
-                               const B& b) {
+template <typename T, bool kAccumulate = false, int kFirst = 0, int kCount = 0, typename Sum,
+          int kColTiles, int kSteps, typename B>
+__device__ void start_multiply(Sum (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4], const B& b) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = kFirst; k < (kCount == 0 ? kSteps : kFirst + kCount); ++k) {
@@ -108,7 +114,6 @@ __device__ void start_multiply_terms(float (&d)[kColTiles][4], const uint32_t (&
 // tile: (parts, kRows, kBoxCols<T>)
 template <typename T, int kRows, int kSteps>
 __device__ void load_operands(uint32_t (&a)[kSteps][4], const T* tile, int row, int lane) {
-  static_assert(sizeof(T) == 2);
   constexpr int kChunks = kPartRowBytes / 16;  // of a row of a part
   const int lane_row = row + lane % 16;
 #pragma unroll

@@ -124,17 +124,50 @@ def _attend_by_tiles(
     return all_out.rows.view(a.out_shape), _lse_layout(a, all_lse.rows)
 
 
-P_SCALE = 2.0**8  # P, at most 1, times this makes the most of e4m3, which ends at 448
+LINEAR_HEADDIM = 128  # the largest with linear probabilities
+
+
+class _Probabilities(NamedTuple):
+    """P in e4m3 times ``scale``, and the numbers that the row sum adds."""
+
+    scale: float
+    encoded: Callable[[Tensor], Tensor]  # of exponents of 2, at most 0
+    summed: Callable[[Tensor], Tensor]
+
+
+def _probabilities(a: Attention) -> _Probabilities:
+    """Rounded, or linear where that is faster in a kernel.
+
+    The row sum adds what is encoded of linear ones, since nothing else is computed. With scales of
+    V that would be P', of which nothing may be left where a block of V is small.
+    """
+    if a.scales is not None or max(a.headdim, a.headdim_v) > LINEAR_HEADDIM:
+        scale = 2.0**8  # makes the most of e4m3, which ends at 448
+        return _Probabilities(scale, lambda x: to_fp8(x.exp2() * scale).float(), torch.exp2)
+    scale = 2.0**6
+    return _Probabilities(scale, _linear, lambda x: _linear(x) / scale)
+
+
+def _linear(exponent: Tensor) -> Tensor:
+    """2^(exponent + 6), roughly: the number of e4m3 whose code is 8 times the exponent.
+
+    Between powers of two numbers of e4m3 are 2^n (1 + m / 8), and 2^(m / 8) is nearly as much. The
+    0.46 makes the mean right. Below 2^-6 a line of another slope is nearer to codes of m 2^-9.
+    """
+    code = (8 * (exponent + 13) - 0.46).round()
+    code = torch.maximum(code, (0.24 * code + 4.625).round()).clamp(min=0)
+    number = code.nan_to_num().to(torch.uint8).view(FP8).float()
+    return number.masked_fill(code.isnan(), torch.nan)
 
 
 def _attend_in_fp8(a: Attention) -> tuple[Tensor, Tensor]:
-    """The same with operands of 8 bits: P, too, is rounded to e4m3. Exponents are of 2.
+    """The same with operands of 8 bits: P, too, is in e4m3. Exponents are of 2.
 
     The scale of V, 2^e for each block of keys, goes into the exponent: then P' = 2^e P, and O sums
     P' V without it. The reference is the largest of P', so that what is rounded is relative to what
-    matters in O. The row sum adds P = P' 2^-e, which is not rounded. The attention sink joins last,
-    as no reference.
+    matters in O. The row sum adds P = P' 2^-e. The attention sink joins last, as no reference.
     """
+    probabilities = _probabilities(a)
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
     device, group = a.q.device, a.nheads // max(1, a.nheads_kv)
     all_out = _RowBuffer(queries, (a.nheads, a.headdim_v), a.out_dtype, 0.0, device)
@@ -157,15 +190,15 @@ def _attend_in_fp8(a: Attention) -> tuple[Tensor, Tensor]:
             exponent = scores * LOG2_E + v_scale.log2()  # of P'
             new_reference = torch.maximum(reference, exponent.amax(-1, keepdim=True))
             finite = _finite(new_reference)
-            p = torch.exp2(exponent - finite)
             rescale = torch.exp2(reference - finite)
-            row_sum = row_sum * rescale + (p / v_scale).sum(-1, keepdim=True)
-            acc = acc * rescale + _matmul(to_fp8(p * P_SCALE).float(), v)
+            summed = probabilities.summed(exponent - finite) / v_scale
+            row_sum = row_sum * rescale + summed.sum(-1, keepdim=True)
+            acc = acc * rescale + _matmul(probabilities.encoded(exponent - finite), v)
             reference = new_reference
         log2_sum = reference + row_sum.log2()  # -inf for no visible key
         if a.s_aux is not None:
             log2_sum = torch.logaddexp2(log2_sum, LOG2_E * a.s_aux.float()[:, None, None])
-        out = acc * torch.exp2(reference - _finite(log2_sum)) / P_SCALE
+        out = acc * torch.exp2(reference - _finite(log2_sum)) / probabilities.scale
         if a.v_descale is not None:
             out = out * _per_query_head(a.v_descale, group)[:, :, None, None]
         all_out.write(rows, out)

@@ -17,6 +17,25 @@ float __log2f(float);
 float __fdividef(float, float);
 bool __any_sync(unsigned, bool);
 int __popc(unsigned x) { return __builtin_popcount(x); }
+template <typename T>
+uint32_t largest_halves(uint32_t a, uint32_t b, uint32_t c) {
+  const auto half = [&](int shift) {
+    return std::max(
+        {static_cast<T>(a >> shift), static_cast<T>(b >> shift), static_cast<T>(c >> shift)});
+  };
+  return static_cast<uint16_t>(half(0)) | static_cast<uint32_t>(static_cast<uint16_t>(half(16)))
+                                              << 16;
+}
+uint32_t __vimax3_u16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return largest_halves<uint16_t>(a, b, c);
+}
+uint32_t __vimax3_s16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return largest_halves<int16_t>(a, b, c);
+}
+__half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  const float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
+  return __floats2half2_rn(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
+}
 
 #include "sm90/e4m3_probabilities.cuh"
 #include "sm90/rotation.cuh"
@@ -60,8 +79,9 @@ int place_in_matrix(uint64_t descriptor, int n, int k) {
 }
 
 // O = P V of 16 rows, a block of keys and kCols columns.
-template <int kBlockN, int kCols>
+template <int kBlockN, int kCols, typename Probabilities>
 void check_product() {
+  constexpr float kProbabilityUnit = 1.f / (1 << Probabilities::kBits);
   static float p[16][kBlockN], v[kBlockN][kCols], operand[16][kBlockN];
   for (auto& row : p) {
     for (float& x : row) x = std::exp2(-static_cast<int>(engine() % 12));
@@ -76,29 +96,23 @@ void check_product() {
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
     float scores[1][kBlockN / 8][4];
-    double all[2] = {}, largest[2] = {};
+    double all[2] = {};
     for (int n = 0; n < kBlockN / 8; ++n) {
       for (int j = 0; j < 4; ++j) {
         const float x = p[g + j / 2 * 8][8 * n + 2 * t + j % 2];
         scores[0][n][j] = std::log2(x) * 2 + 5;
         all[j / 2] += x / kProbabilityUnit;
       }
-      for (int r = 0; r < 2 && n % 2 == 1; ++r) {
-        double sum = 0;
-        for (int key : {8 * n - 8, 8 * n}) {
-          sum += (p[g + r * 8][key + 2 * t] + p[g + r * 8][key + 2 * t + 1]) / kProbabilityUnit;
-        }
-        largest[r] = std::max(largest[r], sum);
-      }
     }
     SoftmaxState<1> softmax(1.f, {-INFINITY, -INFINITY}, false);
     softmax.reference[0] = softmax.reference[1] = 3.f;
     uint32_t packed[kBlockN / 32][4];
     const Exponents exponents{{0.5f, 0.5f}, {0.5f, 0.5f}};
-    const auto sums = exponentiate_quantised(packed, softmax, scores, exponents);
-    for (int r = 0; r < 2; ++r) {
-      compare("sum of probabilities", sums.all[r], all[r]);
-      compare("largest sum of four", sums.largest[r], largest[r]);
+    const Probabilities probabilities(softmax, scores, exponents);
+    probabilities.store(packed);
+    compare("outgrown", probabilities.outgrown(), false);
+    if constexpr (Probabilities::kSummed) {
+      for (int r = 0; r < 2; ++r) compare("sum of probabilities", probabilities.sums[r], all[r]);
     }
     for (int n = 0; n < kBlockN / 32; ++n) {
       for (int i = 0; i < 16; ++i) {  // PTX ISA: elements of A, m64k32 in 8 bits
@@ -119,6 +133,60 @@ void check_product() {
       }
       compare("P V", found, expected);
     }
+  }
+}
+
+// Of one exponent, beside 0 in the first row: the code, and whether it has outgrown its reference.
+struct Encoded {
+  unsigned code;
+  bool outgrown;
+};
+template <typename Probabilities>
+Encoded encode(float exponent) {
+  float scores[1][8][4] = {};
+  scores[0][0][2] = exponent;  // of the second row
+  SoftmaxState<1> softmax(1.f, {-INFINITY, -INFINITY}, false);
+  softmax.reference[0] = softmax.reference[1] = 0.f;
+  const Probabilities probabilities(softmax, scores, {{1.f, 1.f}, {0.f, 0.f}});
+  uint32_t packed[2][4];
+  probabilities.store(packed);
+  compare("code of the reference", packed[0][0] & 0xff, 56 + 8 * Probabilities::kBits);
+  return {packed[0][1] & 0xff, probabilities.outgrown()};
+}
+template <typename Probabilities>
+void check_exponents(double most, double smallest_steps) {
+  const double unit = 1 << Probabilities::kBits;
+  double mean = 0;
+  int count = 0;
+  for (double x = -6 - Probabilities::kBits; x < 0; x += 0x1p-8, ++count) {
+    const double ratio = number_of(encode<Probabilities>(x).code) / unit / std::exp2(x);
+    if (std::abs(ratio - 1) > most) compare("probability over 2^exponent", ratio, 1);
+    mean += ratio;
+  }
+  if (std::abs(mean / count - 1) > 2e-3) compare("mean ratio of probabilities", mean / count, 1);
+  for (double x = -40 - Probabilities::kBits; x < -6 - Probabilities::kBits; x += 0x1p-8) {
+    const double steps = number_of(encode<Probabilities>(x).code) * 512;
+    if (std::abs(steps - unit * std::exp2(x) * 512) > smallest_steps) {
+      compare("small probability", steps, unit * std::exp2(x) * 512);
+    }
+  }
+  for (float x : {-INFINITY, -1e30f, -70000.f, -9000.f}) {
+    compare("nothing", encode<Probabilities>(x).code, 0);
+  }
+  for (float x : {9.f - Probabilities::kBits, 100.f, 1e30f, INFINITY}) {
+    compare("outgrown", encode<Probabilities>(x).outgrown, true);
+  }
+  compare("NaN", encode<Probabilities>(NAN).code & 0x7f, 0x7f);
+  // A row that has seen no key, with and without one in this block.
+  for (float x : {-INFINITY, 0.f}) {
+    float scores[1][8][4];
+    for (auto& tile : scores[0]) std::fill(tile, tile + 4, x);
+    SoftmaxState<1> softmax(1.f, {-INFINITY, -INFINITY}, false);
+    const Probabilities probabilities(softmax, scores, {{1.f, 1.f}, {0.f, 0.f}});
+    uint32_t packed[2][4];
+    probabilities.store(packed);
+    compare("row without a key", probabilities.outgrown(), x == 0.f);
+    if (x != 0.f) compare("probability of no key", packed[0][0], 0);
   }
 }
 
@@ -176,10 +244,12 @@ void check_rotations() {
 }
 
 int main() {
-  check_product<128, 64>();
-  check_product<128, 96>();
-  check_product<64, 64>();
-  check_product<64, 256>();
+  check_product<128, 64, LinearProbabilities<16, true>>();
+  check_product<128, 96, RoundedProbabilities<16, 6>>();
+  check_product<64, 64, LinearProbabilities<8, false>>();
+  check_product<64, 256, RoundedProbabilities<8, 3>>();
+  check_exponents<LinearProbabilities<8, true>>(0.085, 1.5);
+  check_exponents<RoundedProbabilities<8, 3>>(0.0625, 0.5);
   for (int cases = read_number(); cases > 0; --cases) check_blocks();
   check_rotations<64>();
   check_rotations<96>();
