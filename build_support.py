@@ -131,9 +131,9 @@ KERNELS = (
             ("int8", "e4m3"), ("fp16", "bf16"), QUANTISED_HEADDIMS, CPP_FEATURES
         )
     ),
-    *(  # of inputs of 16 bits, into those; or values in e4m3 are transposed
+    *(  # of inputs of 16 bits, into those
         Kernel("quantise", "sm90", dtype, kv_dtype, "e4m3", headdim, headdim, "full")
-        for dtype, kv_dtype in (*product(("fp16", "bf16"), ("int8", "e4m3")), ("e4m3", "e4m3"))
+        for dtype, kv_dtype in product(("fp16", "bf16"), ("int8", "e4m3"))
         for headdim in QUANTISED_HEADDIMS
     ),
 )

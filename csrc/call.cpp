@@ -254,6 +254,15 @@ void read_values(Reader& reader, const char* name, Operand& values, QuantisedPar
                     values_shape(packed, params.batch, params.nheads_kv, params.headdim_v, blocks));
 }
 
+// Of values like k; params.v is where their transpose goes.
+void read_raw_values(Reader& reader, const Shape& shape, QuantisedParams& params, bool packed) {
+  reader.operand("v", params.raw_v, shape, reader.kernel().kv_dtype);
+  const int64_t blocks = scaled_blocks(packed, params.seqlen_k, params.total_k, params.batch);
+  params.places_v = to_int("places of keys", blocks * kScaledKeys);
+  const int64_t row = params.places_v, head = params.headdim_v * row;
+  params.v = {params.raw_v.data, packed ? 0 : params.nheads_kv * head, row, head};
+}
+
 // (batch, heads, entries) or, packed, (heads, entries).
 void read_scales(Reader& reader, const char* name, Scales& scales, bool packed, int64_t batch,
                  int64_t heads, int64_t entries) {
@@ -273,10 +282,11 @@ void read_common(Reader& reader, Params& params) {
                                 join(k.size, k.ndim) + " and " + join(v.size, v.ndim) +
                                 "; accepted: 3 dimensions where packed (cu_seqlens), else 4");
   }
-  // Quantised values are transposed: (..., nheads_kv, headdim_v, places).
+  // Values with scales are transposed: (..., nheads_kv, headdim_v, places).
   constexpr bool kQuantised = std::is_same_v<Params, QuantisedParams>;
+  const bool transposed = kQuantised && reader.has("v_scale");
   const int64_t nheads = q.size[q.ndim - 2], headdim = q.size[q.ndim - 1];
-  const int64_t nheads_kv = k.size[k.ndim - 2], headdim_v = v.size[v.ndim - (kQuantised ? 2 : 1)];
+  const int64_t nheads_kv = k.size[k.ndim - 2], headdim_v = v.size[v.ndim - (transposed ? 2 : 1)];
   params.batch = to_int("batch", packed_q ? reader.get("cu_seqlens_q").size[0] - 1 : q.size[0]);
   params.nheads = to_int("nheads", nheads);
   params.nheads_kv = to_int("nheads_kv", nheads_kv);
@@ -307,7 +317,11 @@ void read_common(Reader& reader, Params& params) {
   reader.operand("q", params.q, rows_of(q, headdim), kernel.dtype);
   reader.operand("k", params.k, k_shape, kernel.kv_dtype);
   if constexpr (kQuantised) {
-    read_values(reader, "v", params.v, params, packed_k);
+    if (transposed) {
+      read_values(reader, "v", params.v, params, packed_k);
+    } else {
+      read_raw_values(reader, v_shape, params, packed_k);
+    }
     if (reader.has("v_low")) read_values(reader, "v_low", params.v_low, params, packed_k);
   } else {
     reader.operand("v", params.v, v_shape, kernel.kv_dtype);
@@ -418,8 +432,8 @@ void read(Reader& reader, QuantisedParams& params) {
 // Results of q and k have the head dimension of the kernel.
 void read(Reader& reader, QuantiseParams& params) {
   const Kernel& kernel = reader.kernel();
-  const bool rounds = reader.has("q"), packed = reader.has("cu_seqlens_k");
-  const TensorView& v = reader.get("v");
+  const bool packed = reader.has("cu_seqlens_k");
+  const TensorView &q = reader.get("q"), &v = reader.get("v");
   if (v.ndim != (packed ? 3 : 4)) {
     throw std::invalid_argument("v: got shape " + join(v.size, v.ndim) +
                                 "; accepted: 3 dimensions where packed (cu_seqlens_k), else 4");
@@ -437,30 +451,24 @@ void read(Reader& reader, QuantiseParams& params) {
   reader.transposed("v_out", params.v_out, values);
   if (reader.has("v_low")) reader.transposed("v_low", params.v_low, values);
   reader.contiguous("cu_seqlens_k", params.cu_seqlens_k, {batch + 1}, DType::kInt32);
-  reader.contiguous("seqused_k", params.seqused_k, {batch}, DType::kInt32);
-  params.nheads = 1;
-  params.batch_q = 1;
-  if (rounds) {
-    const TensorView& q = reader.get("q");
-    const bool packed_q = q.ndim == 3;
-    params.batch_q = packed_q ? 1 : to_int("batch of q", q.size[0]);
-    params.seqlen_q = to_int("rows of q", q.size[q.ndim - 3]);
-    params.nheads = to_int("nheads", q.size[q.ndim - 2]);
-    params.headdim = to_int("headdim", q.size[q.ndim - 1]);
-    Shape k_shape = rows_of(v, params.headdim);
-    reader.operand("q", params.q, rows_of(q, params.headdim), kernel.dtype);
-    reader.operand("k", params.k, k_shape, kernel.dtype);
-    reader.operand("q_out", params.q_out, rows_of(q, kernel.headdim), kernel.kv_dtype);
-    k_shape.back() = kernel.headdim;
-    reader.operand("k_out", params.k_out, k_shape, kernel.kv_dtype);
-    read_scales(reader, "q_scale", params.q_scale, packed_q, params.batch_q, params.nheads,
-                params.seqlen_q);
-    read_scales(reader, "k_scale", params.k_scale, packed, batch, nheads_kv, blocks);
-    read_scales(reader, "v_scale", params.v_scale, packed, batch, nheads_kv, blocks);
-    if (params.k_scale.data == nullptr || params.q_scale.data == nullptr ||
-        params.v_scale.data == nullptr) {
-      throw std::invalid_argument("q_scale, k_scale, v_scale: missing");
-    }
+  const bool packed_q = q.ndim == 3;
+  params.batch_q = packed_q ? 1 : to_int("batch of q", q.size[0]);
+  params.seqlen_q = to_int("rows of q", q.size[q.ndim - 3]);
+  params.nheads = to_int("nheads", q.size[q.ndim - 2]);
+  params.headdim = to_int("headdim", q.size[q.ndim - 1]);
+  Shape k_shape = rows_of(v, params.headdim);
+  reader.operand("q", params.q, rows_of(q, params.headdim), kernel.dtype);
+  reader.operand("k", params.k, k_shape, kernel.dtype);
+  reader.operand("q_out", params.q_out, rows_of(q, kernel.headdim), kernel.kv_dtype);
+  k_shape.back() = kernel.headdim;
+  reader.operand("k_out", params.k_out, k_shape, kernel.kv_dtype);
+  read_scales(reader, "q_scale", params.q_scale, packed_q, params.batch_q, params.nheads,
+              params.seqlen_q);
+  read_scales(reader, "k_scale", params.k_scale, packed, batch, nheads_kv, blocks);
+  read_scales(reader, "v_scale", params.v_scale, packed, batch, nheads_kv, blocks);
+  if (params.k_scale.data == nullptr || params.q_scale.data == nullptr ||
+      params.v_scale.data == nullptr) {
+    throw std::invalid_argument("q_scale, k_scale, v_scale: missing");
   }
   if (!reader.aligned()) {
     throw std::invalid_argument("q, k, v: accepted: rows of a multiple of 16 bytes");

@@ -200,7 +200,8 @@ struct QuantisedParams : ForwardParams {
   // places_v) or (nheads_kv, headdim_v, places_v): row_stride is that of the head dimension. Keys
   // have their places by sm90/scaled_blocks.cuh. Behind the last key of a sequence, to the end of
   // its last block, there are zeros.
-  Operand v_low;
+  // Without scales they come as they are, like k: raw_v. Then v is a workspace.
+  Operand v_low, raw_v;
   int places_v;
 
   Scales q_scale, k_scale, v_scale;
@@ -208,15 +209,14 @@ struct QuantisedParams : ForwardParams {
   float score_scale;  // softmax_scale, which is 1 in a kernel: scores have their scales then
 };
 
-// Of the operation "quantise": q, k and v of 16 bits become what QuantisedParams has; or v of e4m3
-// alone is transposed.
+// Of the operation "quantise": q, k and v of 16 bits become what QuantisedParams has.
 struct QuantiseParams : CallParams {
   static constexpr std::string_view kOperation = "quantise";
 
   Operand q;             // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
   Operand k;             // (batch, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
   Operand v;             // the same with headdim_v
-  Operand q_out, k_out;  // like q and k with the kernel's head dimension; q null: v alone
+  Operand q_out, k_out;  // like q and k with the kernel's head dimension
   Operand v_out, v_low;  // as v and v_low of QuantisedParams; v_low null: one term
   Scales q_scale, k_scale, v_scale;
   int batch_q, seqlen_q;  // packed: 1, all rows

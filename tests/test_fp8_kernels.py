@@ -90,7 +90,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCalls]:
         )
     ] + [
         cuda.Kernel("quantise", "sm90", dtype, to, "e4m3", dim, dim, "full", frozenset(), 1)
-        for dtype, to, dim in product(("bf16", "fp16", "e4m3"), ("e4m3", "int8"), HEADDIMS)
+        for dtype, to, dim in product(("bf16", "fp16"), ("e4m3", "int8"), HEADDIMS)
     ]
     fake = FakeCalls()
     monkeypatch.setattr(cuda, "_KERNELS", tuple(rows))
@@ -136,16 +136,15 @@ def test_calls_of_packed_sequences(calls):
 
 
 def test_calls_of_e4m3(calls):
-    """Only values are prepared; an unusual stride is copied."""
+    """There is no pass that quantises; an unusual stride is copied."""
     q, v = (randn(2, 130, 2, 64).to(FP8) for _ in "qv")
     k = randn(2, 130, 2, 65).to(FP8)[..., 1:]
     descale = torch.ones(2, 2)
     with flash_attn.use_backend("sm90"):
         out = flash_attn_func(q, k, v, q_descale=descale, v_descale=descale)
-    (first, given, _), (second, taken, _) = calls.seen
-    assert first[:5] == ("quantise", "sm90", "e4m3", "e4m3", "e4m3")
-    assert {*given} == {"v", "v_out"} and given["v_out"].shape == (2, 2, 64, 256)
-    assert second[2:5] == ("e4m3", "e4m3", "bf16") and out.dtype == torch.bfloat16
+    ((kernel, taken, _),) = calls.seen
+    assert kernel[:5] == ("quantised", "sm90", "e4m3", "e4m3", "bf16")
+    assert taken["v"] is v and out.dtype == torch.bfloat16
     assert taken["q_descale"] is descale and "k_descale" not in taken
     assert taken["k"].stride(1) % 16 == 0 and torch.equal(taken["k"].float(), k.float())
 
@@ -176,7 +175,7 @@ def test_few_queries_are_widened(calls, monkeypatch):
     flash_attn_func(q, cache, cache)  # many
     (taken, given, _), (other, _, _), *of_many = calls.seen
     assert taken == other == row
-    assert [kernel.operation for kernel, _, _ in of_many] == ["quantise", "quantised"]
+    assert [kernel.operation for kernel, _, _ in of_many] == ["quantised"]
     assert torch.equal(given["q"], q.bfloat16()) and given["q"].dtype == torch.bfloat16
     assert torch.equal(given["k_descale"], torch.full((2, 2), -6.0)) and "q_descale" not in given
     assert given["k"].dtype == FP8 and given["block_table"] is table
@@ -201,7 +200,8 @@ def test_unforced_calls(calls):
     q = randn(1, 50, 1, 64)
     flash_attn_fp8_func(*[q.bfloat16()] * 3)
     flash_attn_func(*[q.to(FP8)] * 3)
-    assert [kernel.operation for kernel, _, _ in calls.seen] == ["quantise", "quantised"] * 2
+    operations = [kernel.operation for kernel, _, _ in calls.seen]
+    assert operations == ["quantise", "quantised", "quantised"]
     calls.seen.clear()
     flash_attn_func(*[randn(1, 50, 1, 40).to(FP8)] * 3)
     assert not calls.seen
@@ -238,17 +238,22 @@ def test_known_calls(calls, monkeypatch, kind):
             out = call()
         finally:
             launches.clear()
-        assert [kernel.operation for kernel, _, _ in calls.seen] == ["quantise", "quantised"]
+        quantises = [] if kind == "e4m3" else ["quantise"]
+        assert [kernel.operation for kernel, _, _ in calls.seen] == [*quantises, "quantised"]
         for seen, tensors in zip(calls.seen, launched, strict=True):
             described = {name: (x.shape, x.dtype) for name, x in tensors.items()}
             assert described == {name: (x.shape, x.dtype) for name, x in seen[1].items()}
-        first, second = launched
+        *first, second = launched
+        assert second["out"] is out
+        if kind == "e4m3":
+            assert second["q"] is q and second["k"] is k and second["v"] is v
+            continue
+        (first,) = first
         between = {"q_out": "q", "k_out": "k", "v_out": "v"}
         made = {name: x for name, x in first.items() if x is not q and x is not k and x is not v}
         made.pop("cu_seqlens_k", None)
         assert made and all(second[between.get(name, name)] is x for name, x in made.items())
-        assert first["v"] is v and second["out"] is out
-        assert kind != "e4m3" or (second["q"] is q and second["k"] is k)
+        assert first["v"] is v
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -457,9 +462,13 @@ def test_no_operation_of_pytorch(on_kernels, passes, kind):
         flash_attn_func(*[q.to(FP8)] * 3) if kind == "e4m3" else flash_attn_fp8_func(
             *[q.bfloat16()] * 3, level=kind
         )
-    assert [operation for operation, _ in passes] == ["quantise", "quantised"]
-    kernels = [x.name for x in profile.events() if "forward_kernel" in x.name]
-    assert len(kernels) == 1
+    before = {"e4m3": []}.get(kind, ["quantise"])
+    assert [operation for operation, _ in passes] == [*before, "quantised"]
+    kernels = [x.name for x in profile.events() if "sm90" in x.name and "_kernel" in x.name]
+    first = "transpose_kernel" if kind == "e4m3" else "quantise_kernel"
+    for name in (first, "forward_kernel"):
+        assert sum(name in kernel for kernel in kernels) == 1
+    assert len(kernels) == 2
 
 
 @pytest.mark.gpu

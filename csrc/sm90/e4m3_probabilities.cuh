@@ -10,6 +10,7 @@
 #include "common/softmax.h"
 #include "ptx/cvt.h"
 #include "ptx/special_functions.h"
+#include "ptx/wgmma.h"
 
 namespace flash::sm90 {
 
@@ -33,12 +34,11 @@ struct Exponents {
   }
 };
 
-// Calls encode(n, i, r, x) for each register of P, an A operand: four exponents of row r for
-// p[n][i]. Pairs of two neighbouring accumulators are a register, if the values are in the order of
-// scaled_blocks.cuh.
+// Calls encode(n, i, r, x) for each register of P, an A operand: x are what the accumulators have
+// for p[n][i], four of row r. Pairs of two neighbouring accumulators are a register, if the values
+// are in the order of scaled_blocks.cuh.
 template <int kColTiles, typename Encode>
-__device__ void for_each_four(const float (&scores)[1][kColTiles][4], const Exponents& exponents,
-                              Encode encode) {
+__device__ void for_each_four(const float (&accumulators)[1][kColTiles][4], Encode encode) {
 #pragma unroll
   for (int n = 0; n < kColTiles / 4; ++n) {
 #pragma unroll
@@ -46,42 +46,59 @@ __device__ void for_each_four(const float (&scores)[1][kColTiles][4], const Expo
       const int r = i % 2, tile = 4 * n + i / 2 * 2;
       float x[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        x[j] = exponents.of(scores[0][tile + j / 2][2 * r + j % 2], r);
-      }
+      for (int j = 0; j < 4; ++j) x[j] = accumulators[0][tile + j / 2][2 * r + j % 2];
       encode(n, i, r, x);
     }
   }
 }
 
 // P' = exp(S) relative to the rows' references, times 2^kBits, in two ways. Both say whether a row
-// has outgrown its reference: e4m3 ends at 448.
+// has outgrown its reference.
+// finish_output(): called before P is written
+constexpr float kLargestE4m3 = 448.f;
 
-// Rounded to the nearest e4m3. The rows sum what is rounded.
-template <int kColTiles, int kBits_>
+// Rounded to the nearest e4m3. The rows sum what is to be rounded.
+// kAhead: registers of P whose powers are computed while P V of the block before is
+template <int kColTiles, int kBits_, int kAhead_>
 struct RoundedProbabilities {
-  static constexpr int kBits = kBits_;
-  static constexpr bool kSummed = true;         // or products with ones do it
-  static constexpr bool kBesideOutput = false;  // computed while P V of the block before is
-  float sums[2];                                // of this lane's, times 2^kBits
+  static constexpr int kBits = kBits_, kAhead = kAhead_;
+  static constexpr bool kBesideOutput = kAhead > 0;
+  static constexpr bool kSummed = true;  // or products with ones do it
+  float sums[2];                         // of this lane's, times 2^kBits
 
-  __device__ RoundedProbabilities(const SoftmaxState<1>& softmax,
-                                  const float (&scores)[1][kColTiles][4],
-                                  const Exponents& exponents)
-      : sums{}, largest_(0.f) {
-    for_each_four(scores, exponents.relative_to(softmax, 1.f, kBits),
-                  [&](int n, int i, int r, const float (&x)[4]) {
-                    float y[4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) y[j] = ptx::ex2(x[j]);
-                    const float sum = (y[0] + y[1]) + (y[2] + y[3]);
-                    sums[r] += sum;
-                    largest_ = fmaxf(largest_, sum);
-                    p_[n][i] = ptx::pack_e4m3(y[0], y[1], y[2], y[3]);
-                  });
+  __device__ static Exponents relative(const Exponents& exponents, const SoftmaxState<1>& softmax) {
+    return exponents.relative_to(softmax, 1.f, kBits);
   }
 
-  __device__ bool outgrown() const { return largest_ > 448.f; }
+  template <typename FinishOutput>
+  __device__ RoundedProbabilities(const float (&scores)[1][kColTiles][4], const Exponents& relative,
+                                  FinishOutput finish_output)
+      : sums{}, largest_(0.f) {
+    float ahead[kAhead + 1][4];
+    for_each_four(scores, [&](int n, int i, int r, const float (&s)[4]) {
+      if (4 * n + i < kAhead) add_powers(ahead[4 * n + i], s, r, relative);
+    });
+    if constexpr (kAhead > 0) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+        for (float& y : ahead[i]) ptx::hold(y);
+      }
+    }
+    finish_output();
+    for_each_four(scores, [&](int n, int i, int r, const float (&s)[4]) {
+      float y[4];
+      if (4 * n + i < kAhead) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) y[j] = ahead[min(4 * n + i, kAhead)][j];
+      } else {
+        add_powers(y, s, r, relative);
+      }
+      p_[n][i] = ptx::pack_e4m3(y[0], y[1], y[2], y[3]);
+    });
+  }
+
+  __device__ bool outgrown() const { return largest_ > kLargestE4m3; }
 
   __device__ void store(uint32_t (&p)[kColTiles / 4][4]) const {
 #pragma unroll
@@ -94,27 +111,42 @@ struct RoundedProbabilities {
  private:
   float largest_;  // sum of four
   uint32_t p_[kColTiles / 4][4];
+
+  __device__ void add_powers(float (&y)[4], const float (&s)[4], int r, const Exponents& relative) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) y[j] = ptx::ex2(relative.of(s[j], r));
+    const float sum = (y[0] + y[1]) + (y[2] + y[3]);
+    sums[r] += sum;
+    largest_ = fmaxf(largest_, sum);
+  }
 };
 
 // Without the special-function unit: the code of a number of e4m3 is a multiple of its logarithm,
 // but for the mantissa, which is linear between powers of two. So the exponent, times 8 and
 // rounded, is taken for the code. Its error is 3.1 % where rounding to e4m3 has 2.6.
+// kBesideOutput: all is computed while P V of the block before is
 template <int kColTiles, bool kBesideOutput_>
 struct LinearProbabilities {
-  static constexpr int kBits = 6;
-  static constexpr bool kSummed = false;
+  static constexpr int kBits = 6, kAhead = 0;
   static constexpr bool kBesideOutput = kBesideOutput_;
+  static constexpr bool kSummed = false;
 
-  __device__ LinearProbabilities(const SoftmaxState<1>& softmax,
-                                 const float (&scores)[1][kColTiles][4], const Exponents& exponents)
+  __device__ static Exponents relative(const Exponents& exponents, const SoftmaxState<1>& softmax) {
+    return exponents.relative_to(softmax, kSteps, kBits + kBias);
+  }
+
+  template <typename FinishOutput>
+  __device__ LinearProbabilities(const float (&scores)[1][kColTiles][4], const Exponents& relative,
+                                 FinishOutput finish_output)
       : largest_(0) {
-    for_each_four(scores, exponents.relative_to(softmax, kSteps, kBits + kBias),
-                  [&](int n, int i, int, const float (&x)[4]) {
-                    const uint32_t low = codes_of(x[0], x[1]), high = codes_of(x[2], x[3]);
-                    largest_ = __vimax3_u16x2(largest_, low, high);
-                    codes_[n][i][0] = low;
-                    codes_[n][i][1] = high;
-                  });
+    for_each_four(scores, [&](int n, int i, int r, const float (&s)[4]) {
+      const uint32_t low = codes_of(relative.of(s[0], r), relative.of(s[1], r));
+      const uint32_t high = codes_of(relative.of(s[2], r), relative.of(s[3], r));
+      largest_ = __vimax3_u16x2(largest_, low, high);
+      codes_[n][i][0] = low;
+      codes_[n][i][1] = high;
+    });
+    finish_output();
   }
 
   __device__ bool outgrown() const {

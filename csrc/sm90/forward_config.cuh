@@ -25,10 +25,6 @@ struct BlockScales {
 // What P is multiplied by to sum its rows has 8 rows of so many bytes.
 constexpr int kOnesRowBytes = 64;
 
-// What the values are: plain; quantised with a scale for each block; or the sum of two such
-// tensors.
-enum class Values { kPlain, kScaled, kTwoTerms };
-
 // kDivided_: whether the keys of tiles are divided. (Where they are not, its mere code would make
 // the main loop slower.)
 template <typename T_, typename V_, typename Out_, int kHeadDim_, int kHeadDimV_,
@@ -43,7 +39,7 @@ struct ForwardConfig {
   static constexpr bool kScaled = kValues != Values::kPlain;  // keys and queries then are, too
   static constexpr bool kDivided = kDivided_;
   static constexpr ForwardTile kTile =
-      kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kScaled, kChoice)
+      kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kValues_)
                  : forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kChoice);
   using Params = std::conditional_t<kQuantised, QuantisedParams, ForwardParams>;
   using Score = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;  // of Q K^T
@@ -70,15 +66,16 @@ struct ForwardConfig {
   // Beside long products the others cost nothing.
   static constexpr bool kLinear = kQuantised && !kScaled && kHeadDimV <= 128;
   // The less, the further a reference may lag: faster. The more, the more exact is a probability
-  // that is most of its row: where no operand is rotated that counts for nothing.
+  // that is most of its row: of operands that are not rotated P's part of the error is small.
   static constexpr int kRoundedBits = !kScaled ? 3 : kTerms == 1 ? 5 : 6;
   static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
+  // Where there are registers for Q in 8 bits, products read less shared memory.
+  static constexpr bool kQInRegisters = kQuantised && !kScaled && kManyRegisters && !kDivided;
+  static constexpr int kAhead = !kManyRegisters ? 0 : kQInRegisters ? 2 : 4;
   using Probabilities =
       std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kManyRegisters>,
-                         RoundedProbabilities<kBlockN / 8, kRoundedBits>>;
+                         RoundedProbabilities<kBlockN / 8, kRoundedBits, kAhead>>;
   static constexpr float kProbabilityUnit = 1.f / (1 << Probabilities::kBits);
-  // Where there are registers for Q in 8 bits, products read less shared memory.
-  static constexpr bool kQInRegisters = kQuantised && !kScaled && kManyRegisters;
   // Warps that wait for exponentials had better take no turns.
   static constexpr bool kTurns = kStreams == 1 && (!kQuantised || kLinear);
   static_assert(kProducerRegisters + kStreams * kConsumers * kConsumerRegisters <=
@@ -89,7 +86,7 @@ struct ForwardConfig {
   static_assert(!kQuantised || kScaledKeys % kBlockN == 0);
   // What a lane keeps of four accumulators in a long sum: of wide values the upper 24 bits of each,
   // which leaves room for a third stage.
-  static constexpr int kSumWords = kHeadDimV > 192 ? 3 : 4;
+  static constexpr int kSumWords = kHeadDimV > 128 ? 3 : 4;
   // V, or its transpose, a block in a row.
   static constexpr int kValueTile =
       kQuantised ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
@@ -117,7 +114,8 @@ struct ForwardConfig {
   };
   struct QuantisedStorage : Storage {
     std::conditional_t<kScaled, BlockScales, Nothing> scales[kStages];  // filled with K
-    alignas(8 * kOnesRowBytes) V ones[8 * kOnesRowBytes];
+    using Ones = V[8 * kOnesRowBytes];
+    alignas(8 * kOnesRowBytes) std::conditional_t<kLinear, Ones, Nothing> ones;
   };
   using SharedStorage = std::conditional_t<kQuantised, QuantisedStorage, Storage>;
   static_assert(kStreams * sizeof(SharedStorage) <= 227 * 1024);

@@ -409,7 +409,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     init_barrier(shared.tile_wanted, 1);
     fence_barrier_init();
   }
-  if constexpr (Config::kQuantised) fill_ones<Config>(shared_of_stream);
+  if constexpr (Config::kQuantised && Config::kLinear) {
+    fill_ones<Config>(shared_of_stream[0]);
+  }
   __syncthreads();
   // The earlier kernels of the stream may still run. Each warp waits for their end as late as it
   // can: where it first reads or writes device memory.

@@ -127,6 +127,10 @@ struct Consumer {
   __device__ void wait_for_q() { shared.q_pipeline.wait_full(q_state); }
   __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
   __device__ void wait_for_v() { shared.v_pipeline.wait_full(v_state()); }
+  __device__ void wait_for_k_and_v(KvState k) {
+    wait_for_both(shared.k_pipeline.full[k.stage()], k.phase(),
+                  shared.v_pipeline.full[v_state().stage()], v_state().phase());
+  }
   __device__ BlockScales scales_of(KvState k) const {
     if constexpr (Config::kScaled) return shared.scales[warp_uniform(k.stage())];
     return {1.f, 0.f, Config::kProbabilityUnit};

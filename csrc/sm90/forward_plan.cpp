@@ -263,16 +263,15 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
 }
 
 ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
-                           int headdim_v, bool scaled, int choice, SlotsOf slots_of) {
-  if (params.num_splits > 0) return {choice, params.num_splits, 0};
-  const ForwardTile tile = quantised_tile(headdim, features, scaled, choice);
+                           int headdim_v, const ForwardTile& tile, SlotsOf slots_of) {
+  if (params.num_splits > 0) return {0, params.num_splits, 0};
   const int group = heads_in_tile(params, features, tile.block_m);
   const float step = quantised_step(headdim) * tile.block_m * tile.block_n / (128 * 64);
   const TileTimes times{{kQuantisedEnds, kQuantisedEnds}, {step, step}, 0};
   const Leftover leftover = divide_leftover(params, forward_work(params, group, tile),
                                             count_tiles(params, group, tile.block_m), tile, times,
                                             headdim_times(headdim, headdim_v), slots_of);
-  return {choice, leftover.splits, leftover.whole};
+  return {0, leftover.splits, leftover.whole};
 }
 
 }  // namespace flash::sm90

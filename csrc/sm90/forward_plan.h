@@ -4,6 +4,7 @@
 #pragma once
 
 #include "params.h"
+#include "sm90/forward_tile.h"
 
 namespace flash::sm90 {
 
@@ -23,10 +24,10 @@ using SlotsOf = int (*)(int parts);
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
                          int headdim_v, SlotsOf slots_of);
 
-// The same of operands in 8 bits, whose blocks may have scales, with the tile shape `choice`.
-// Unless num_splits says so, tiles left over alone are divided.
+// The same of operands in 8 bits, with this tile shape. Unless num_splits says so, tiles left over
+// alone are divided.
 ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
-                           int headdim_v, bool scaled, int choice, SlotsOf slots_of);
+                           int headdim_v, const ForwardTile& tile, SlotsOf slots_of);
 
 // Heads of a tile of block_m rows: 1, or all of a group if that saves tiles. With one query a tile
 // is nearly empty otherwise.

@@ -51,34 +51,28 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   return {};
 }
 
-// The tile shapes of operands in 8 bits, of which the last is the fastest. A block of keys, 64 or
-// 128 of them, is a row of the transposed values in shared memory. It may have scales of its own.
-constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, bool scaled, int choice) {
-  const bool plain = features == FeatureSet::kPlain;
+// What quantised values are: plain; with a scale for each block; or the sum of two such tensors.
+enum class Values { kPlain, kScaled, kTwoTerms };
+
+// The tile shape of operands in 8 bits. A block of keys, 64 or 128 of them, is a row of the
+// transposed values in shared memory. It may have scales of its own.
+constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, Values values) {
+  const bool plain = features == FeatureSet::kPlain, scaled = values != Values::kPlain;
   switch (headdim) {
     case 64:
-      if (choice == 0) return {128, 128, 3, 2};
-      if (choice == 1 && plain && scaled) return {128, 64, 3, 1, 2};
-      if (choice == 1 && plain && !scaled) return {192, 128, 3, 2};
-      break;
+      if (!plain) return {128, 128, 3, 2};
+      return scaled ? ForwardTile{128, 64, 3, 1, 2} : ForwardTile{192, 128, 4, 2};
     case 96:
-      if (choice == 0) return {128, 128, 3, 2};
-      break;
+      return {128, 128, scaled ? 3 : 4, 2};
     case 128:
-      if (choice == 0) return {128, 128, scaled ? 3 : 4, 2};
-      if (choice == 1 && plain && scaled) return {192, 64, 4, 2};
-      break;
+      if (!scaled) return {128, 128, 4, 2};
+      return plain ? ForwardTile{192, 64, 4, 2} : ForwardTile{128, 128, 3, 2};
+    case 192:
+      return plain && values != Values::kTwoTerms ? ForwardTile{128, 128, 2, 1}
+                                                  : ForwardTile{128, 64, 3, 1};
     default:
-      if (choice == 0) return {128, 64, 3, 1};
-      break;
+      return {128, 64, 3, 1};
   }
-  return {};
-}
-
-constexpr int count_quantised_tiles(int headdim, FeatureSet features, bool scaled) {
-  int count = 0;
-  while (quantised_tile(headdim, features, scaled, count).block_m > 0) ++count;
-  return count;
 }
 
 constexpr int count_forward_tiles(int headdim, int headdim_v, FeatureSet features) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "ptx/opaque.h"
+#include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
 
 namespace flash::sm90 {
@@ -24,17 +25,25 @@ class LongSum {
   __device__ explicit LongSum(Sums& sums) : sums_(sums) {}
 
   // What `out` holds is in the sum, which goes on with the next blocks alone.
-  __device__ bool is_fresh() const { return blocks_ % kMost == 0; }
+  __device__ bool is_fresh() const { return blocks_ == 0 || blocks_ == kMost; }
 
-  // One more block of keys is in `out`. (It is not changed: to be changed under a condition, it
-  // would be copied to other registers.)
-  __device__ void count(const Out& out) {
-    if (++blocks_ % kMost != 0) return;
+  // One more block of keys will be in `out`, or is. (It is not changed: to be changed under a
+  // condition, it would be copied to other registers.)
+  __device__ void count(Out& out) {
+    ++blocks_;
+    if (blocks_ != kMost && blocks_ != 2 * kMost) return;
+    ptx::wgmma_wait<0>(out[0]);
     Words* const sum = place();
+    if (blocks_ == kMost) {
+#pragma unroll
+      for (int n = 0; n < Config::kHeadDimV / 8; ++n) store(sum[n], out[0][n]);
+      return;
+    }
+    blocks_ = kMost;
 #pragma unroll
     for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-      float x[4] = {};
-      if (blocks_ > kMost) load(x, sum[n]);
+      float x[4];
+      load(x, sum[n]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[j] += out[0][n][j];
       store(sum[n], x);
@@ -71,7 +80,7 @@ class LongSum {
  private:
   static constexpr int kMost = kSummedKeys / Config::kBlockN;
   Sums& sums_;
-  int blocks_ = 0;
+  int blocks_ = 0;  // whose products `out` holds; kMost more: others are in the sum
 
   // Four accumulators of the lane, in words of all lanes.
   using Words = uint32_t[Config::kSumWords][32];

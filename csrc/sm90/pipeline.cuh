@@ -49,6 +49,14 @@ __device__ inline void wait(uint64_t& barrier, uint32_t phase) {
   }
 }
 
+// Waits for two barriers, whose answers are under way at the same time.
+__device__ inline void wait_for_both(uint64_t& a, uint32_t phase_a, uint64_t& b, uint32_t phase_b) {
+  const bool a_over = cuda::ptx::mbarrier_try_wait_parity(&a, phase_a);
+  const bool b_over = cuda::ptx::mbarrier_try_wait_parity(&b, phase_b);
+  if (!a_over) wait(a, phase_a);
+  if (!b_over) wait(b, phase_b);
+}
+
 // The same where threads have written what this one has WGMMA or TMA read. The fence stands here
 // and not before the arrival: there it would wait for the stores.
 __device__ inline void wait_for_stores(uint64_t& barrier, uint32_t phase) {

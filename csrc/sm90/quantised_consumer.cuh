@@ -25,11 +25,10 @@ namespace flash::sm90 {
 
 // By all threads, before their first barrier.
 template <typename Config>
-__device__ void fill_ones(typename Config::SharedStorage* shared_of_stream) {
+__device__ void fill_ones(typename Config::SharedStorage& shared) {
   constexpr uint32_t kOnes = 0x38383838;  // in e4m3
-  for (int stream = 0; stream < Config::kStreams; ++stream) {
-    auto& ones = shared_of_stream[stream].ones;
-    if (threadIdx.x < sizeof(ones) / 4) reinterpret_cast<uint32_t*>(ones)[threadIdx.x] = kOnes;
+  if (threadIdx.x < sizeof(shared.ones) / 4) {
+    reinterpret_cast<uint32_t*>(shared.ones)[threadIdx.x] = kOnes;
   }
   cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
 }
@@ -80,20 +79,24 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     LongSum<Config> long_sum(shared.sums);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     TileScales<kFull> scales(params, schedule, tile, range.sequence, range.m_begin, first_row);
-    // Of the block whose scales are at hand. Where there are registers, it is computed here, while
-    // products are, and not where it is wanted.
-    const auto exponents_of_block = [&] {
-      Exponents exponents = exponents_of(scales, softmax.scale_log2, Score{});
+    // Of the block whose scales are at hand.
+    Exponents exponents, relative;
+    const auto find_exponents = [&] {
+      exponents = exponents_of(scales, softmax.scale_log2, Score{});
+      relative = Probabilities::relative(exponents, softmax);
+    };
+    // Where there are registers, they are computed while products are.
+    const auto find_exponents_early = [&] {
+      if (!Config::kManyRegisters) return;
+      find_exponents();
 #pragma unroll
-      for (int r = 0; r < 2 && Config::kManyRegisters; ++r) {
-        ptx::hold(exponents.factor[r]);
-        ptx::hold(exponents.offset[r]);
+      for (int r = 0; r < 2; ++r) {
+        ptx::hold(relative.factor[r]);
+        ptx::hold(relative.offset[r]);
       }
-      return exponents;
     };
     // The probabilities of the block that begins with key n.
-    const auto softmax_block = [&](auto first, int n, const Exponents& exponents,
-                                   auto finish_output) {
+    const auto softmax_block = [&](auto first, int n, auto finish_output) {
       const int key = n + lane % 4 * 2;
       const int row = ptx::opaque(range.position);  // or what follows would occupy registers
       as_floats(scores, [&](float (&scores)[1][kBlockN / 8][4]) {
@@ -108,8 +111,9 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
           transform.apply(scores, row + first_row, key, mask_scores, [](int, int, int, float) {});
         }
         mask_scores();
+        if (!Config::kManyRegisters) find_exponents();
         quantised_softmax_step<Probabilities, decltype(first)::value>(
-            p, softmax, scores, exponents, scales.block.unit, finish_output,
+            p, softmax, scores, exponents, relative, scales.block.unit, finish_output,
             [&](const float (&factors)[2]) {
               rescale_output(out, factors);
               long_sum.rescale(factors);
@@ -120,12 +124,12 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       if constexpr (!Probabilities::kSummed) consumer.begin_sums(block_sums, p);
       consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
     };
-    // unit: of the block's sums
-    const auto finish_output = [&](float unit) {
+    const auto finish_output = [&] {
       ptx::wgmma_wait<0>(out[0]);
       if constexpr (!Probabilities::kSummed) {
         ptx::wgmma_wait<0>(block_sums);
-        if (lane % 4 != 0) unit = 0.f;  // a row's sum counts in one of the lanes that share it
+        // A row's sum counts in one of the lanes that share it.
+        const float unit = lane % 4 == 0 ? Config::kProbabilityUnit : 0.f;
         softmax.sum[0] = fmaf(block_sums[0][0], unit, softmax.sum[0]);
         softmax.sum[1] = fmaf(block_sums[0][2], unit, softmax.sum[1]);
       }
@@ -154,30 +158,31 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       scales.block = consumer.scales_of(kv_state);
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
-      softmax_block(std::true_type(), block.key(), exponents_of_block(), [] {});
+      find_exponents_early();
+      softmax_block(std::true_type(), block.key(), [] {});
       // Each step: the scores of the next block of keys and the output of this one, of which the
       // rest is computed beside the softmax, or before it.
       while (!block.is_last()) {
         block.advance();
         const auto next = kv_state.next();
-        consumer.wait_for_k(next);
-        consumer.wait_for_v();
+        consumer.wait_for_k_and_v(next);
         turns.take();
         begin_scores(next);
         begin_output();
         turns.pass();
-        const float unit = scales.block.unit;
         scales.block = consumer.scales_of(next);
-        const Exponents exponents = exponents_of_block();
+        find_exponents_early();
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(next);
         const auto finish_block = [&] {
-          finish_output(unit);
-          long_sum.count(out);
+          // (ptxas moves a wait up, but not across a condition: powers are computed before.)
+          if constexpr (Probabilities::kAhead > 0) long_sum.count(out);
+          finish_output();
+          if constexpr (Probabilities::kAhead == 0) long_sum.count(out);
         };
-        if (!Probabilities::kBesideOutput) finish_block();
-        softmax_block(std::false_type(), block.key(), exponents, [&] {
-          if (Probabilities::kBesideOutput) finish_block();
+        if constexpr (!Probabilities::kBesideOutput) finish_block();
+        softmax_block(std::false_type(), block.key(), [&] {
+          if constexpr (Probabilities::kBesideOutput) finish_block();
         });
       }
       if constexpr (!kQInRegisters) consumer.release_q();
@@ -185,7 +190,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       turns.take();
       begin_output();
       turns.pass();
-      finish_output(scales.block.unit);
+      finish_output();
       long_sum.finish(out);
     }
     if constexpr (Config::kDivided) {

@@ -1,13 +1,17 @@
 // Launches the Hopper forward of operands in 8 bits.
 #pragma once
 
-#include <algorithm>
+#include <climits>
+#include <cstdint>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 
+#include "host/launch.h"
 #include "kernel.h"
 #include "params.h"
 #include "sm90/forward_launch.cuh"
+#include "sm90/transposed_values.cuh"
 
 namespace flash::sm90 {
 
@@ -17,15 +21,12 @@ struct QuantisedRow {
   static_assert(std::is_same_v<T, KV>);
   using Params = QuantisedParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) & ~(kDropout | kPlace);
-  template <Values kValues>
-  static constexpr int kTilesOf =
-      count_quantised_tiles(kHeadDim, kFeatures, kValues != Values::kPlain);
-  static constexpr int kTiles = std::max(kTilesOf<Values::kPlain>, kTilesOf<Values::kScaled>);
+  static constexpr int kTiles = 1;
 
-  template <Values kValues, int kChoice, bool kDivided>
-  using Config = ForwardConfig<T, __nv_fp8_e4m3, Out, kHeadDim, kHeadDimV, kFeatures, kValues,
-                               kChoice, kDivided>;
-  using Launcher = ForwardLauncher<Config<Values::kScaled, 0, false>>;
+  template <Values kValues, bool kDivided>
+  using Config =
+      ForwardConfig<T, __nv_fp8_e4m3, Out, kHeadDim, kHeadDimV, kFeatures, kValues, 0, kDivided>;
+  using Launcher = ForwardLauncher<Config<Values::kScaled, false>>;
 
   static Launcher prepare(Params& params, Workspaces& wanted) {
     params.score_scale = params.softmax_scale;
@@ -38,31 +39,57 @@ struct QuantisedRow {
     }
     if constexpr (std::is_same_v<T, int8_t>) {
       if (!scaled) throw std::invalid_argument("v_scale: missing, as q and k are of int8");
-      if (params.v_low.data != nullptr) return prepare_choice<Values::kTwoTerms>(params, wanted);
+      if (params.v_low.data != nullptr) return prepare_values<Values::kTwoTerms>(params, wanted);
     } else {
       if (params.v_low.data != nullptr) {
         throw std::invalid_argument("v_low: accepted with q and k of int8 alone");
       }
-      if (!scaled) return prepare_choice<Values::kPlain>(params, wanted);
+      if (!scaled) return prepare_values<Values::kPlain>(params, wanted);
     }
-    return prepare_choice<Values::kScaled>(params, wanted);
+    return prepare_values<Values::kScaled>(params, wanted);
   }
 
  private:
-  // The tile of `params`, or the last.
-  template <Values kValues, int kChoice = 0>
-  static Launcher prepare_choice(Params& params, Workspaces& wanted) {
-    if constexpr (kChoice + 1 < kTilesOf<kValues>) {
-      if (params.tile < 0 || params.tile > kChoice) {
-        return prepare_choice<kValues, kChoice + 1>(params, wanted);
-      }
-    }
+  template <Values kValues>
+  static Launcher prepare_values(Params& params, Workspaces& wanted) {
+    using Divided = Config<kValues, true>;
     const ForwardPlan plan =
-        plan_quantised(params, kFeatures, kHeadDim, kHeadDimV, kValues != Values::kPlain, kChoice,
-                       slots_of<Config<kValues, kChoice, true>>);
+        plan_quantised(params, kFeatures, kHeadDim, kHeadDimV, Divided::kTile, slots_of<Divided>);
     params.num_splits = plan.splits;
-    return prepare_plan<Config<kValues, kChoice, false>, Config<kValues, kChoice, true>>(
-        plan.whole, params, wanted);
+    auto attend = prepare_plan<Config<kValues, false>, Divided>(plan.whole, params, wanted);
+    if constexpr (kValues == Values::kPlain) {
+      return [transpose = prepare_transpose(params, wanted), attend](const Params& bound,
+                                                                     cudaStream_t stream) {
+        transpose(bound, stream);
+        attend(bound, stream);
+      };
+    } else {
+      return attend;
+    }
+  }
+
+  // Of raw values.
+  static Launcher prepare_transpose(const Params& params, Workspaces& wanted) {
+    QuantiseParams values{};
+    values.v = params.raw_v, values.v_out = params.v;
+    values.batch = params.batch, values.seqlen_k = params.seqlen_k;
+    values.total_k = params.total_k, values.blocks = params.places_v / kScaledKeys;
+    values.nheads_kv = params.nheads_kv, values.headdim_v = params.headdim_v;
+    values.cu_seqlens_k = params.cu_seqlens_k;
+    const int64_t tiles = tiles_of_keys(values);
+    if (tiles > INT_MAX) {
+      throw std::invalid_argument("v: got " + std::to_string(tiles) +
+                                  " blocks of rows; accepted: up to 2^31 - 1");
+    }
+    wanted.add("transposed_v", reinterpret_cast<uint8_t* const&>(params.v.data),
+               tiles * kScaledKeys * params.headdim_v);
+    return [values, tiles](const Params& bound, cudaStream_t stream) {
+      QuantiseParams found = values;
+      found.v.data = bound.raw_v.data, found.v_out.data = bound.v.data;
+      found.cu_seqlens_k = bound.cu_seqlens_k, found.seqused_k = bound.seqused_k;
+      launch_overlapping(transpose_kernel<kHeadDimV>, static_cast<int>(tiles), kTransposeThreads,
+                         size_t{0}, stream, "launch of the sm90 transpose kernel", found);
+    };
   }
 };
 

@@ -132,6 +132,7 @@ __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_l
 
 // As softmax_step of softmax.cuh.
 // scores: as floats
+// relative: what the exponents are by the references so far
 // unit: what sums of probabilities are multiplied by
 // kFirst: nothing came before
 // finish_output(): called when p, which a product may have read so far, is wanted
@@ -140,20 +141,22 @@ template <typename Probabilities, bool kFirst, int kColTiles, typename FinishOut
           typename Rescale>
 __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
                                        const float (&scores)[1][kColTiles][4],
-                                       const Exponents& exponents, float unit,
+                                       const Exponents& exponents, Exponents relative, float unit,
                                        FinishOutput finish_output, Rescale rescale) {
-  const auto exponent_of = [&](float score, int r) { return exponents.of(score, r); };
   float factors[2];
-  const auto raise = [&] { raise_references(softmax, {true, true}, scores, factors, exponent_of); };
+  const auto raise = [&] {
+    raise_references(softmax, {true, true}, scores, factors,
+                     [&](float score, int r) { return exponents.of(score, r); });
+    relative = Probabilities::relative(exponents, softmax);
+  };
   if (kFirst) raise();
-  Probabilities found(softmax, scores, exponents);
-  finish_output();
+  Probabilities found(scores, relative, finish_output);
   // If one row of the warp has outgrown its reference, those of the others follow their maxima too:
   // they would be next. (Where there is NaN the row is NaN, whatever its reference.)
   if (!kFirst && __any_sync(0xffffffff, found.outgrown())) {
     raise();
     rescale(factors);
-    found = Probabilities(softmax, scores, exponents);
+    found = Probabilities(scores, relative, [] {});
   }
   found.store(p);
   if constexpr (Probabilities::kSummed) {

@@ -444,13 +444,14 @@ def _unsupported_in_fp8(problem: Attention, backend: str) -> str | None:
 def _forward_in_fp8(
     problem: Attention,
     out: Tensor | None,
-    remember: Callable[[PreparedPair], None] | None,
+    remember: Callable[[AnyPrepared], None] | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise q, k and v, or transpose v alone if they come in FP8; then attend."""
+    """Quantise q, k and v, if they do not come in FP8; then attend."""
     a = problem._replace(q=_movable(problem.q), k=_movable(problem.k), v=_movable(problem.v))
-    first = quantised(a, backend)
-    operands = {_BETWEEN.get(name, name): x for name, x in first.results.items()}
+    first = quantised(a, backend) if a.fp8_level > 0 else None
+    results = {} if first is None else first.results
+    operands = {_BETWEEN.get(name, name): x for name, x in results.items()}
     options = replace(a.options, softmax_scale=a.softmax_scale)
     a = a._replace(q=operands.get("q", a.q), k=operands.get("k", a.k), fp8_level=0, options=options)
     dtypes = a.q.dtype, a.k.dtype, problem.out_dtype
@@ -465,13 +466,12 @@ def _forward_in_fp8(
     lse = a.q.new_empty(a.lse_shape, dtype=torch.float32)
     launched = _launch(attention, tensors, {"out": out, "lse": lse}, _numbers(a))
     if remember is not None:
-        remember(PreparedPair(first, launched))
+        remember(launched if first is None else PreparedPair(first, launched))
     return out, lse
 
 
 def quantised(a: Attention, backend: str) -> Prepared:
     """The pass before attention, which has been launched."""
-    levels = a.fp8_level > 0
     dtype = torch.int8 if a.fp8_level > 1 else FP8
     headdims = a.headdim, a.headdim_v
     first = _smallest_kernel(backend, "quantise", (a.q.dtype, dtype, FP8), headdims, frozenset())
@@ -481,19 +481,17 @@ def quantised(a: Attention, backend: str) -> Prepared:
     blocks = _scaled_blocks(a)
     of_keys = (a.nheads_kv,) if a.is_varlen else (a.batch, a.nheads_kv)
     v_shape = *of_keys, a.headdim_v, blocks * SCALE_BLOCK
-    results = {"v_out": a.v.new_empty(v_shape, dtype=FP8)}
-    given = {"v": a.v, "cu_seqlens_k": _contiguous(a.cu_seqlens_k)}
-    if levels:
-        given |= {"q": a.q, "k": a.k}
-        results["q_out"] = a.q.new_empty(*a.q.shape[:-1], headdim, dtype=dtype)
-        results["k_out"] = a.k.new_empty(*a.k.shape[:-1], headdim, dtype=dtype)
-        results["q_scale"] = a.q.new_empty(a.lse_shape, dtype=torch.float32)
-        for name in ("k_scale", "v_scale"):
-            results[name] = a.q.new_empty(*of_keys, blocks, dtype=torch.float32)
-        if FP8_LEVELS[a.fp8_level - 1] == "accurate":
-            results["v_low"] = torch.empty_like(results["v_out"])
-    else:
-        given["seqused_k"] = _contiguous(a.seqused_k)
+    results = {
+        "v_out": a.v.new_empty(v_shape, dtype=FP8),
+        "q_out": a.q.new_empty(*a.q.shape[:-1], headdim, dtype=dtype),
+        "k_out": a.k.new_empty(*a.k.shape[:-1], headdim, dtype=dtype),
+        "q_scale": a.q.new_empty(a.lse_shape, dtype=torch.float32),
+    }
+    for name in ("k_scale", "v_scale"):
+        results[name] = a.q.new_empty(*of_keys, blocks, dtype=torch.float32)
+    if FP8_LEVELS[a.fp8_level - 1] == "accurate":
+        results["v_low"] = torch.empty_like(results["v_out"])
+    given = {"v": a.v, "cu_seqlens_k": _contiguous(a.cu_seqlens_k), "q": a.q, "k": a.k}
     return _launch(first, given, results, {})
 
 

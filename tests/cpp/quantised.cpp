@@ -108,7 +108,8 @@ void check_product() {
     softmax.reference[0] = softmax.reference[1] = 3.f;
     uint32_t packed[kBlockN / 32][4];
     const Exponents exponents{{0.5f, 0.5f}, {0.5f, 0.5f}};
-    const Probabilities probabilities(softmax, scores, exponents);
+    const Exponents relative = Probabilities::relative(exponents, softmax);
+    const Probabilities probabilities(scores, relative, [] {});
     probabilities.store(packed);
     compare("outgrown", probabilities.outgrown(), false);
     if constexpr (Probabilities::kSummed) {
@@ -147,7 +148,8 @@ Encoded encode(float exponent) {
   scores[0][0][2] = exponent;  // of the second row
   SoftmaxState<1> softmax(1.f, {-INFINITY, -INFINITY}, false);
   softmax.reference[0] = softmax.reference[1] = 0.f;
-  const Probabilities probabilities(softmax, scores, {{1.f, 1.f}, {0.f, 0.f}});
+  const Exponents relative = Probabilities::relative({{1.f, 1.f}, {0.f, 0.f}}, softmax);
+  const Probabilities probabilities(scores, relative, [] {});
   uint32_t packed[2][4];
   probabilities.store(packed);
   compare("code of the reference", packed[0][0] & 0xff, 56 + 8 * Probabilities::kBits);
@@ -182,7 +184,8 @@ void check_exponents(double most, double smallest_steps) {
     float scores[1][8][4];
     for (auto& tile : scores[0]) std::fill(tile, tile + 4, x);
     SoftmaxState<1> softmax(1.f, {-INFINITY, -INFINITY}, false);
-    const Probabilities probabilities(softmax, scores, {{1.f, 1.f}, {0.f, 0.f}});
+    const Exponents relative = Probabilities::relative({{1.f, 1.f}, {0.f, 0.f}}, softmax);
+    const Probabilities probabilities(scores, relative, [] {});
     uint32_t packed[2][4];
     probabilities.store(packed);
     compare("row without a key", probabilities.outgrown(), x == 0.f);
@@ -245,11 +248,12 @@ void check_rotations() {
 
 int main() {
   check_product<128, 64, LinearProbabilities<16, true>>();
-  check_product<128, 96, RoundedProbabilities<16, 6>>();
+  check_product<128, 96, RoundedProbabilities<16, 6, 0>>();
   check_product<64, 64, LinearProbabilities<8, false>>();
-  check_product<64, 256, RoundedProbabilities<8, 3>>();
+  check_product<64, 256, RoundedProbabilities<8, 3, 0>>();
   check_exponents<LinearProbabilities<8, true>>(0.085, 1.5);
-  check_exponents<RoundedProbabilities<8, 3>>(0.0625, 0.5);
+  check_exponents<RoundedProbabilities<8, 3, 0>>(0.0625, 0.5);
+  check_exponents<RoundedProbabilities<8, 5, 0>>(0.0625, 0.5);
   for (int cases = read_number(); cases > 0; --cases) check_blocks();
   check_rotations<64>();
   check_rotations<96>();
