@@ -290,7 +290,10 @@ class Decode:
 
 @dataclass
 class Expected:
-    """A tensor's true value, what naive arithmetic makes of it, and one ULP of its magnitude."""
+    """A tensor's true value, what naive arithmetic makes of it, and one ULP of its magnitude.
+
+    Both are where the oracle is computed: see Attention.device.
+    """
 
     exact: Tensor
     naive: Tensor
@@ -416,9 +419,7 @@ def expect(
     if given.s_aux is not None:
         eps["ds_aux"] = max(torch.finfo(dtype).eps, torch.finfo(given.s_aux.dtype).eps)
     expected = {
-        name: Expected(
-            value.cpu(), naive[name].cpu(), eps[name] * max(largest(value), summed.get(name, 0.0))
-        )
+        name: Expected(value, naive[name], eps[name] * max(largest(value), summed.get(name, 0.0)))
         for name, value in exact.items()
     }
     del problem64, exact, naive, dout, dlse
@@ -460,7 +461,8 @@ def assert_close_to_oracle(actual: Tensor, expected: Expected, name: str) -> Non
     assert shapes[0] == shapes[1], f"{name}: shape {shapes[0]}, the oracle's is {shapes[1]}"
     specified = ~expected.exact.isnan()
     got, exact, naive = (
-        on_host(x)[specified].double() for x in (actual, expected.exact, expected.naive)
+        x.detach().to(expected.exact.device)[specified].double()
+        for x in (actual, expected.exact, expected.naive)
     )
     finite = exact.isfinite()
     assert torch.equal(got[~finite], exact[~finite]), f"{name}: not -inf where the oracle is"
