@@ -370,17 +370,11 @@ def test_head_dims_on_kernels(on_kernels, headdims, dtype, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("headdim", HEADDIMS)
 def test_lengths_on_kernels(on_kernels, headdim, kind):
-    """One off the edges of tiles and blocks; whole and divided keys; every tile shape."""
-    dtype = "e4m3" if kind in ("e4m3", "fast") else "int8"
-    tiles = max(
-        x.tiles
-        for x in cuda._KERNELS
-        if (x.operation, x.dtype, x.headdim) == ("quantised", dtype, headdim)
-    )
+    """One off the edges of tiles and blocks; whole and divided keys."""
     lengths = [1, 63, 64, 65, 127, 128, 129, 191, 193, 257, 400]
     sizes = {"nheads": 2, "nheads_kv": 1, "headdim": headdim, "device": on_kernels}
-    for tile, parts, causal in product(range(tiles), (1, 3), (False, True)):
-        with cuda.changed_setting("tile", tile), cuda.changed_setting("num_splits", parts):
+    for parts, causal in product((1, 3), (False, True)):
+        with cuda.changed_setting("num_splits", parts):
             check(varlen(lengths, lengths[::-1], **sizes, causal=causal), kind)
             check(dense(1, 129, 257, **sizes, causal=causal), kind)
 
@@ -391,7 +385,7 @@ def test_lengths_on_kernels(on_kernels, headdim, kind):
 def test_leftover_tiles_on_kernels(on_kernels, headdim, kind):
     """When each SM has had one tile of a head, five heads are left: their keys are divided."""
     heads = torch.cuda.get_device_properties(on_kernels).multi_processor_count + 5
-    with cuda.changed_setting("tile", 0), cuda.changed_setting("num_splits", -3):
+    with cuda.changed_setting("num_splits", -3):
         check(dense(1, 20, 400, heads, heads, headdim, device=on_kernels, causal=True), kind)
 
 
@@ -462,8 +456,8 @@ def test_no_operation_of_pytorch(on_kernels, passes, kind):
         flash_attn_func(*[q.to(FP8)] * 3) if kind == "e4m3" else flash_attn_fp8_func(
             *[q.bfloat16()] * 3, level=kind
         )
-    before = {"e4m3": []}.get(kind, ["quantise"])
-    assert [operation for operation, _ in passes] == [*before, "quantised"]
+    quantises = [] if kind == "e4m3" else ["quantise"]
+    assert [operation for operation, _ in passes] == [*quantises, "quantised"]
     kernels = [x.name for x in profile.events() if "sm90" in x.name and "_kernel" in x.name]
     first = "transpose_kernel" if kind == "e4m3" else "quantise_kernel"
     for name in (first, "forward_kernel"):

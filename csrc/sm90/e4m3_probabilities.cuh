@@ -52,13 +52,14 @@ __device__ void for_each_four(const float (&accumulators)[1][kColTiles][4], Enco
   }
 }
 
-// P' = exp(S) relative to the rows' references, times 2^kBits, in two ways. Both say whether a row
-// has outgrown its reference.
-// finish_output(): called before P is written
 constexpr float kLargestE4m3 = 448.f;
 
-// Rounded to the nearest e4m3. The rows sum what is to be rounded.
-// kAhead: registers of P whose powers are computed while P V of the block before is
+// P' = exp(S) relative to the rows' references, times 2^kBits, in two ways. Both say whether a row
+// has outgrown its reference. P V of the block before may still read P: finish_output(), which
+// waits for its end, is called before P is written.
+
+// Rounded to the nearest e4m3. The rows sum the powers before they are rounded.
+// kAhead: registers of P whose powers are computed before finish_output()
 template <int kColTiles, int kBits_, int kAhead_>
 struct RoundedProbabilities {
   static constexpr int kBits = kBits_, kAhead = kAhead_;
@@ -74,7 +75,7 @@ struct RoundedProbabilities {
   __device__ RoundedProbabilities(const float (&scores)[1][kColTiles][4], const Exponents& relative,
                                   FinishOutput finish_output)
       : sums{}, largest_(0.f) {
-    float ahead[kAhead + 1][4];
+    float ahead[kAhead + 1][4];  // (no array is empty)
     for_each_four(scores, [&](int n, int i, int r, const float (&s)[4]) {
       if (4 * n + i < kAhead) add_powers(ahead[4 * n + i], s, r, relative);
     });
@@ -124,7 +125,7 @@ struct RoundedProbabilities {
 // Without the special-function unit: the code of a number of e4m3 is a multiple of its logarithm,
 // but for the mantissa, which is linear between powers of two. So the exponent, times 8 and
 // rounded, is taken for the code. Its error is 3.1 % where rounding to e4m3 has 2.6.
-// kBesideOutput: all is computed while P V of the block before is
+// kBesideOutput: all codes are computed before finish_output(); else it has been called
 template <int kColTiles, bool kBesideOutput_>
 struct LinearProbabilities {
   static constexpr int kBits = 6, kAhead = 0;

@@ -71,6 +71,8 @@ struct ForwardConfig {
   static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
   // Where there are registers for Q in 8 bits, products read less shared memory.
   static constexpr bool kQInRegisters = kQuantised && !kScaled && kManyRegisters && !kDivided;
+  // Registers of rounded P whose powers are computed beside P V of the block before: as many as
+  // there is room for.
   static constexpr int kAhead = !kManyRegisters ? 0 : kQInRegisters ? 2 : 4;
   using Probabilities =
       std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kManyRegisters>,
@@ -85,7 +87,7 @@ struct ForwardConfig {
   static_assert(kBlockN % kWgmmaDepth<T> == 0 && kHeadDimV <= kHeadDim);
   static_assert(!kQuantised || kScaledKeys % kBlockN == 0);
   // What a lane keeps of four accumulators in a long sum: of wide values the upper 24 bits of each,
-  // which leaves room for a third stage.
+  // which leaves room for a third stage or, of 192 columns, for blocks of 128 keys.
   static constexpr int kSumWords = kHeadDimV > 128 ? 3 : 4;
   // V, or its transpose, a block in a row.
   static constexpr int kValueTile =

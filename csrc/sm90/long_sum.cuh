@@ -27,8 +27,8 @@ class LongSum {
   // What `out` holds is in the sum, which goes on with the next blocks alone.
   __device__ bool is_fresh() const { return blocks_ == 0 || blocks_ == kMost; }
 
-  // One more block of keys will be in `out`, or is. (It is not changed: to be changed under a
-  // condition, it would be copied to other registers.)
+  // One more block of keys is in `out`, or will be: its product may be under way. (`out` is not
+  // changed: to be changed under a condition, it would be copied to other registers.)
   __device__ void count(Out& out) {
     ++blocks_;
     if (blocks_ != kMost && blocks_ != 2 * kMost) return;

@@ -175,7 +175,8 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(next);
         const auto finish_block = [&] {
-          // (ptxas moves a wait up, but not across a condition: powers are computed before.)
+          // (ptxas moves a wait up to the last condition. count() has one: what is computed ahead
+          // stays before it.)
           if constexpr (Probabilities::kAhead > 0) long_sum.count(out);
           finish_output();
           if constexpr (Probabilities::kAhead == 0) long_sum.count(out);

@@ -68,7 +68,7 @@ struct QuantisedRow {
     }
   }
 
-  // Of raw values.
+  // The launch that transposes raw values, into a workspace.
   static Launcher prepare_transpose(const Params& params, Workspaces& wanted) {
     QuantiseParams values{};
     values.v = params.raw_v, values.v_out = params.v;
