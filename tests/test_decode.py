@@ -190,10 +190,10 @@ def test_rows_behind_an_append(device, seqlen_q, page_size, headdims):
 
 @pytest.mark.parametrize("headdim", [96, 128, 256])
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("parts", [5, 16, 17, 24, 40])
+@pytest.mark.parametrize("parts", [5, 13, 15, 16, 17, 24, 40])
 def test_parts_of_several_clusters(device, parts, page_size, headdim):
     """Clusters that are full, that have fewer parts, or none; 1 to 40 rows."""
-    for seqlen_q, nheads in ((1, 1), (2, 10), (5, 40)):
+    for seqlen_q, nheads in ((1, 1), (2, 10), (2, 16), (5, 40)):
         sizes = {"nheads": nheads, "nheads_kv": -(-nheads // 8), "headdim": headdim}
         lengths = [2600, 64, 0, 1100, 1500]
         given = {"causal": True, "page_size": page_size, "device": device, **BF16}

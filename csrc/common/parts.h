@@ -4,6 +4,8 @@
 // backward the queries.
 #pragma once
 
+#include "ptx/atomics.h"
+
 namespace flash {
 
 // Leaves accumulators for who merges. Lanes write side by side.
@@ -35,16 +37,13 @@ __device__ void add_part(float (&x)[kRowTiles][kColTiles][4], const float4* part
 
 // After leaving: whether this thread block is the last of all. The counter is zero again then.
 __device__ inline bool is_last_block(int* counter, int parts) {
-  __threadfence();
   bool is_last = false;
   __syncthreads();
   if (threadIdx.x == 0) {
-    is_last = atomicAdd(counter, 1) == parts - 1;
+    is_last = ptx::add_acq_rel(counter, 1) == parts - 1;  // for the whole thread block
     if (is_last) *counter = 0;
   }
-  is_last = __syncthreads_or(is_last);
-  __threadfence();
-  return is_last;
+  return __syncthreads_or(is_last);
 }
 
 }  // namespace flash

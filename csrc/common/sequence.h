@@ -17,22 +17,29 @@ struct Sequence {
   int q_batch, q_first, seqlen_q;  // queries: row q_first + i of batch entry q_batch
   int k_batch, k_first, seqlen_k;  // keys, likewise
 
-  // seqlen_new: of an append that seqused_k is from before
-  __device__ Sequence(const AttentionParams& params, int batch, int seqlen_new = 0)
-      : q_batch(batch), q_first(0), seqlen_q(params.seqlen_q) {
+  __device__ Sequence(const AttentionParams& params, int batch) : Sequence(whole(params, batch)) {
+    take_rows_in_use(params, batch);
+  }
+
+  // With all keys that it has place for.
+  __device__ static Sequence whole(const AttentionParams& params, int batch) {
+    Sequence x{batch, 0, params.seqlen_q, batch, 0, params.seqlen_k};
     if (params.cu_seqlens_q != nullptr) {
-      q_batch = 0;
-      locate(params.cu_seqlens_q + batch, params.total_q, params.seqlen_q, q_first, seqlen_q);
+      x.q_batch = 0;
+      locate(params.cu_seqlens_q + batch, params.total_q, params.seqlen_q, x.q_first, x.seqlen_q);
     }
-    k_batch = batch;
-    k_first = 0;
-    seqlen_k = params.seqlen_k;
     if (params.cu_seqlens_k != nullptr) {
-      k_batch = 0;
-      locate(params.cu_seqlens_k + batch, params.total_k, params.seqlen_k, k_first, seqlen_k);
+      x.k_batch = 0;
+      locate(params.cu_seqlens_k + batch, params.total_k, params.seqlen_k, x.k_first, x.seqlen_k);
     } else if (params.cache_batch_idx != nullptr) {
-      k_batch = clamp(params.cache_batch_idx[batch], 0, params.slots_k - 1);
+      x.k_batch = clamp(params.cache_batch_idx[batch], 0, params.slots_k - 1);
     }
+    return x;
+  }
+
+  // Of a whole sequence.
+  // seqlen_new: of an append that seqused_k is from before
+  __device__ void take_rows_in_use(const AttentionParams& params, int batch, int seqlen_new = 0) {
     const int leftpad =
         params.leftpad_k == nullptr ? 0 : clamp(params.leftpad_k[batch], 0, seqlen_k);
     if (params.seqused_k != nullptr) {
@@ -43,6 +50,15 @@ struct Sequence {
   }
 
  private:
+  __device__ Sequence(int q_batch, int q_first, int seqlen_q, int k_batch, int k_first,
+                      int seqlen_k)
+      : q_batch(q_batch),
+        q_first(q_first),
+        seqlen_q(seqlen_q),
+        k_batch(k_batch),
+        k_first(k_first),
+        seqlen_k(seqlen_k) {}
+
   __device__ static int clamp(int x, int low, int high) { return min(max(x, low), high); }
 
   __device__ static void locate(const int* bounds, int total, int longest, int& first,

@@ -99,9 +99,13 @@ __device__ void compute_scores(float (&scores)[kRowTiles][kColTiles][4], uint32_
                                int lane) {
   using Layout = TileLayout<kHeadDim>;
   const uint32_t q_offset = Layout::by_columns(lane), k_offset = Layout::by_rows(lane);
-  clear(scores);
+  // A product waits for the one before it in the same accumulators: few of them are doubled.
+  constexpr int kChains = kRowTiles * kColTiles <= 2 && kHeadDim >= 64 ? 2 : 1;
+  float chains[kChains][kRowTiles][kColTiles][4];
+  for (int i = 0; i < kChains; ++i) clear(chains[i]);
 #pragma unroll
   for (int d = 0; d < kHeadDim / 16; ++d) {
+    auto& sums = chains[d % kChains];
     uint32_t q_fragment[kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -113,11 +117,15 @@ __device__ void compute_scores(float (&scores)[kRowTiles][kColTiles][4], uint32_
       ptx::ldmatrix_x4(k_fragment, k + Layout::in_block(k_offset, n / 2, d));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        ptx::mma_m16n8k16(scores[m][n], q_fragment[m], k_fragment[0], k_fragment[1], T());
-        ptx::mma_m16n8k16(scores[m][n + 1], q_fragment[m], k_fragment[2], k_fragment[3], T());
+        ptx::mma_m16n8k16(sums[m][n], q_fragment[m], k_fragment[0], k_fragment[1], T());
+        ptx::mma_m16n8k16(sums[m][n + 1], q_fragment[m], k_fragment[2], k_fragment[3], T());
       }
     }
   }
+  for_each(scores, [&](float& x, int m, int n, int j) {
+    x = chains[0][m][n][j];
+    if constexpr (kChains == 2) x += chains[1][m][n][j];
+  });
 }
 
 // O += P V for 16 keys and every kTeam-th block of 16 columns.

@@ -21,24 +21,34 @@
 
 namespace flash::decode {
 
-// Loads a part and multiplies by it, each warp for itself.
+// Starts the first loads: of a warp's first block, and of the queries.
+template <typename Config>
+__device__ void start_by_warps(const ForwardParams& params, const Sequence& sequence,
+                               const TileRows& tile, KeyLoader<Config>& loader,
+                               typename Config::SharedStorage& shared, int warp) {
+  const uint32_t ring = shared_address(shared.ring[warp]);
+  loader.template load<false>(ring);
+  load_queries<Config>(params, sequence, tile, shared_address(shared.q));
+  loader.template load<true>(ring + Config::kSlotBytes);
+}
+
+// Loads a part and multiplies by it, each warp for itself. The first loads have started, but behind
+// an append.
 template <typename Config>
 __device__ void attend_by_warps(const ForwardParams& params, const DecodeSchedule& schedule,
                                 const Part& part, bool has_sinks, float scale_log2,
-                                typename Config::SharedStorage& shared, int warp, int lane) {
+                                KeyLoader<Config>& loader, typename Config::SharedStorage& shared,
+                                int warp, int lane) {
   using T = typename Config::T;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   constexpr int kRowTiles = Config::kRowTiles, kSlots = Config::kSlots;
   using Rows = LaneRows<Config>;
   const int head_kv = part.tile.head_kv;
 
-  // Loads. The queries come with the first values, or from the append before. Rows that are older
-  // than that are read while it runs.
+  // Loads. Behind an append, rows that are older are read while it runs.
   const int first_key = part.begin + warp * Config::kBlockN;
   const uint32_t q = shared_address(shared.q), ring = shared_address(shared.ring[warp]);
   const auto slot_at = [ring](int i) { return ring + i * Config::kSlotBytes; };
-  KeyLoader<Config> loader(params, part.sequence, part.batch, head_kv, schedule.page_shift,
-                           first_key, part.end, lane);
   const auto load_block = [&](int i) {
     loader.template load<false>(slot_at(i));
     if (i + 1 < kSlots) loader.template load<true>(slot_at(i + 1));
@@ -47,7 +57,7 @@ __device__ void attend_by_warps(const ForwardParams& params, const DecodeSchedul
     const int old_keys = part.sequence.seqlen_k - params.seqlen_new;
 #pragma unroll 1
     for (int i = 0; i < kSlots; i += 2) {
-      const int end_key = first_key + i / 2 * Config::kStepKeys + Config::kBlockN;
+      const int end_key = first_key + i / 2 * part.stride + Config::kBlockN;
       if (end_key > old_keys) ptx::wait_for_earlier_kernels();
       load_block(i);
     }
@@ -57,9 +67,6 @@ __device__ void attend_by_warps(const ForwardParams& params, const DecodeSchedul
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
   } else {
-    loader.template load<false>(slot_at(0));
-    load_queries<Config>(params, part.sequence, part.tile, q);
-    loader.template load<true>(slot_at(1));
 #pragma unroll 1
     for (int i = 2; i < kSlots; i += 2) load_block(i);
   }
@@ -77,6 +84,9 @@ __device__ void attend_by_warps(const ForwardParams& params, const DecodeSchedul
   float out[kRowTiles][kHeadDimV / 8][4] = {};
 
   ptx::cp_async_wait<kSlots - 2>();
+  if (schedule.starts_early && first_key + Config::kBlockN > part.end) {
+    loader.clear_tail(reinterpret_cast<unsigned char*>(shared.ring[warp][1]), first_key);
+  }
   __syncthreads();  // the queries have arrived
   if constexpr (Config::kIsE4m3) {
     order_queries<Config::kThreads, Config::kRows, kHeadDim>(
@@ -86,7 +96,7 @@ __device__ void attend_by_warps(const ForwardParams& params, const DecodeSchedul
   int slot = 0;
   const auto next_slot = [&slot] { slot = slot + 1 == kSlots ? 0 : slot + 1; };
 #pragma unroll 1
-  for (int key = first_key; key < part.end; key += Config::kStepKeys) {
+  for (int key = first_key; key < part.end; key += part.stride) {
     ptx::cp_async_wait<kSlots - 1>();
     __syncwarp();  // K has arrived
     typename Rows::Scores scores;

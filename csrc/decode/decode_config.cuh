@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <type_traits>
 
@@ -78,16 +79,30 @@ struct DecodeConfig {
   static constexpr int kQueryElements = kRows * QueryLayout::kChunks * 8;
   static constexpr int kSlotBytes =
       kKeys * 16 * (kHeadDim > kHeadDimV ? KeyLayout::kChunks : ValueLayout::kChunks);
-  static constexpr int kSlots =
-      (kWarpgroup ? 226 * 1024 - kQueryElements * 2 : (kHopper ? 24 : 20) * 1024) / kSlotBytes;
+
+  // Results that a thread block merges: of the warps, if each has its own keys. Behind the columns
+  // of a row are its reference and its sum.
+  static constexpr int kResults = kRings;
+  static constexpr int kFours = kHeadDimV / 4;
+  // With 8 more columns, lanes that write two of each of 8 rows meet different banks; with 16,
+  // those that write four.
+  static constexpr int kOutStride = kHeadDimV + (kIsE4m3 ? 16 : 8);
+  // Rows that the thread blocks of a cluster send to one of them, at most.
+  static constexpr int kReceivedRows = !kHopper           ? 0
+                                       : !kWarpgroup      ? kRows * 3 / 2
+                                       : kHeadDimV <= 192 ? 80
+                                                          : 64;
+  static constexpr int kReceivedBytes = kReceivedRows * (kFours + 1) * 16;
+
+  // An SM of Hopper has 228 KB, of which it keeps 1 KB for each thread block.
+  static constexpr int kMostBytes = (kHopper ? 228 / kBlocksPerSm - 1 : 99) * 1024;
+  static constexpr int kLeftBytes = kMostBytes - 512 - kQueryElements * 2 - kReceivedBytes;
+  static constexpr int kRingBytes = kWarpgroup ? kLeftBytes
+                                    : kHopper  ? std::min(kLeftBytes, 96 * 1024) / kRings
+                                               : 80 * 1024 / kRings;
+  static constexpr int kSlots = kRingBytes / kSlotBytes;
   static_assert(kSlots >= (kWarpgroup ? 4 : 2));
   using Ring = sm90::Pipeline<kSlots>;
-
-  // Results that a thread block merges: of the warps, if each has its own keys.
-  static constexpr int kResults = kRings;
-  // Of the output of a warp: with 8 more columns, lanes that write two of each of 8 rows meet
-  // different banks; with 16, those that write four.
-  static constexpr int kOutStride = kHeadDimV + (kIsE4m3 ? 16 : 8);
 
   static constexpr int kAlignment = kWarpgroup ? 1024 : 128;
   struct SharedStorage {
@@ -97,17 +112,14 @@ struct DecodeConfig {
       alignas(kAlignment) KV ring[kRings][kSlots][kSlotBytes / sizeof(KV)];
       float4 out[kResults][kRows][kOutStride / 4];  // at the end
     };
-    float2 rows[kResults][kRows];  // references and sums of the results
-    Ring ring_pipeline;            // of a warpgroup
-    uint64_t queries_full;
-    float2 merged[kResults > 1 ? kRows : 1];  // of all of them
+    float4 received[kReceivedRows > 0 ? kReceivedRows : 1][kFours + 1];
+    Ring ring_pipeline;  // of a warpgroup
+    uint64_t queries_full, received_full;
   };
   static constexpr size_t kSharedBytes = sizeof(SharedStorage);
   // So much that one thread block fills an SM.
   static constexpr size_t kBytesAlone = kHopper && kBlocksPerSm == 2 ? 116 * 1024 : kSharedBytes;
-  // An SM has 228 KB on Hopper and keeps 1 KB for each thread block.
-  static_assert(kHopper ? kBlocksPerSm * (kSharedBytes + 1024) <= 228 * 1024
-                        : kSharedBytes <= 99 * 1024);
+  static_assert(kSharedBytes <= kMostBytes);
 };
 
 }  // namespace flash::decode

@@ -4,11 +4,12 @@
 // A tile is 16, 32 or 64 rows: pairs of a query and a head of the group that reads the same keys.
 // Its keys are divided into parts, one for each of several thread blocks. Warps that have keys of
 // their own merge in shared memory. So do, on Hopper, the parts that are a cluster of thread
-// blocks: each thread block merges a slice of the result. More parts merge in a workspace: the last
-// to arrive reads all of them, always in the same order.
+// blocks: each thread block is sent a slice of all results and merges it. More parts merge in a
+// workspace: the last to arrive reads all of them, always in the same order.
 //
-// Only keys between the first and the last that some row of the tile sees are read, and rows past
-// the end are zero when loaded. So NaN outside the sequence or before its window never reaches a
+// Keys before the first that some row of the tile sees are not read. Rows past the last are zero
+// when loaded, or in a part's first step, which may be read before the length is known, keys are
+// masked and values zeroed. So NaN outside the sequence or before its window never reaches a
 // result; of keys that the mask hides from some of the rows the same is said as in
 // sm80/forward_kernel.cuh.
 #pragma once
@@ -29,14 +30,14 @@
 
 namespace flash::decode {
 
-// Calls function(row, four) for groups of four columns of the tile's rows, by all threads: for each
+// Calls function(row, four) for groups of four columns of so many rows, by all threads: for each
 // of so many thread blocks another slice of the rows.
 template <typename Config, typename Function>
-__device__ void for_each_four(const TileRows& tile, int slice, int slices, Function function) {
+__device__ void for_each_four(int rows, int slice, int slices, Function function) {
   constexpr int kFours = Config::kHeadDimV / 4;
   for (int i = threadIdx.x;; i += Config::kThreads) {
     const int row = slice + i / kFours * slices;
-    if (row >= tile.rows) return;
+    if (row >= rows) return;
     function(row, i % kFours);
   }
 }
@@ -49,42 +50,82 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   using T = typename Config::T;
   constexpr int kStepKeys = Config::kStepKeys;
 
-  // Indices. What needs no division needs none: the first load waits for all of this.
+  // Indices. What needs no division needs none: the first load waits for this.
   const int part = blockIdx.y;
   const int cluster = Config::kHopper ? schedule.cluster : 1;
   const int rank = Config::kHopper ? ptx::cluster_rank() : 0;
   int head_kv = blockIdx.x, row_tile = 0;
-  if (schedule.row_tiles > 1) {
-    head_kv = blockIdx.x / schedule.row_tiles;
-    row_tile = blockIdx.x - head_kv * schedule.row_tiles;
+  if (schedule.row_tiles.value > 1) {
+    head_kv = schedule.row_tiles.quotient(blockIdx.x);
+    row_tile = blockIdx.x - head_kv * schedule.row_tiles.value;
   }
-  const Sequence sequence(params, batch, params.seqlen_new);
+  if constexpr (Config::kHopper) {
+    if (threadIdx.x == 0) {
+      sm90::init_barrier(shared.received_full, 1);
+      sm90::fence_barrier_init();
+    }
+    ptx::cluster_arrive_relaxed();
+  }
+  Sequence sequence = Sequence::whole(params, batch);
   const int first_row = row_tile * Config::kRows;
-  const int all_rows = sequence.seqlen_q * schedule.group;
+  const int all_rows = sequence.seqlen_q * schedule.group.value;
   const TileRows tile{first_row, min(Config::kRows, all_rows - first_row), schedule.group, head_kv};
   if (tile.rows <= 0) return;
   const int first_query = first_row == 0 ? 0 : tile.query_of(0);
   const int end_query =
       first_row + tile.rows == all_rows ? sequence.seqlen_q : tile.query_of(tile.rows - 1) + 1;
 
-  // Keys of the tile, of which each part has as many steps; of this part.
+  // The first loads. Where a length does not decide which keys they are of, they do not wait for
+  // it: rows behind the last key are in the cache too.
+  const int stride = schedule.splits * kStepKeys;
+  KeyLoader<Config> loader(params, batch, head_kv, schedule.page_shift, stride, lane);
+  const bool follows = follows_append<Config>(params);
+  const bool is_loader = !Config::kWarpgroup || warp < kWarps;
+  const auto start = [&](int begin, int end) {
+    if (!is_loader) return;
+    loader.start(sequence, begin + part * kStepKeys + warp * Config::kBlockN, end);
+    if (follows) return;
+    if constexpr (Config::kWarpgroup) {
+      start_for_warpgroup<Config>(params, sequence, tile, loader, shared);
+    } else {
+      start_by_warps<Config>(params, sequence, tile, loader, shared, warp);
+    }
+  };
+  if constexpr (Config::kWarpgroup) {
+    if (warp == kWarps && lane == 0) init_barriers<Config>(shared);
+    __syncthreads();  // the barriers are initialised
+  }
+  if (schedule.starts_early) start(0, sequence.seqlen_k);
+  sequence.take_rows_in_use(params, batch, params.seqlen_new);
+
+  // Keys of the tile, of which each part has a step in turn.
   Mask mask{sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q, params.window_left,
             params.window_right};
   const Range visible{mask.first_key(first_query), mask.end_key(end_query - 1)};
   mask.seqlen_k = visible.end;  // rows from there on are not loaded
   const int steps = visible.empty() ? 0 : (visible.end - visible.begin + kStepKeys - 1) / kStepKeys;
-  const int part_steps = schedule.splits == 1
-                             ? steps
-                             : __umulhi(steps + schedule.splits - 1, schedule.splits_reciprocal);
-  // Without keys, but for those that a cluster waits for; one part alone merges with none.
-  if (part > 0 && (part_steps >= steps || (part - rank) * part_steps >= steps)) return;
-  const int begin = visible.begin + part * part_steps * kStepKeys;
-  const Part keys{sequence,    tile,      mask,  batch,
-                  first_query, end_query, begin, min(visible.end, begin + part_steps * kStepKeys)};
+  const int parts_used = min(steps, schedule.splits);  // the others have no keys
+  // A cluster waits for all of its parts; one part alone merges with none.
+  if (part > 0 && (parts_used <= 1 || part - rank >= parts_used)) {
+    if constexpr (Config::kWarpgroup) {
+      if (schedule.starts_early && is_loader) finish_start<Config>(shared);
+    } else {
+      if (schedule.starts_early) ptx::cp_async_wait_all();
+    }
+    return;
+  }
+  if (schedule.starts_early) {
+    loader.end_at(visible.end);
+  } else {
+    start(visible.begin, visible.end);
+  }
+  const int begin = part < parts_used ? visible.begin + part * kStepKeys : visible.end;
+  const Part keys{sequence, tile, mask, batch, first_query, end_query, begin, visible.end, stride};
   if constexpr (!Config::kWarpgroup) {
-    attend_by_warps<Config>(params, schedule, keys, part == 0, scale_log2, shared, warp, lane);
-  } else if (warp < kWarps) {
-    load_part<Config>(params, schedule, keys, shared, warp, lane);
+    attend_by_warps<Config>(params, schedule, keys, part == 0, scale_log2, loader, shared, warp,
+                            lane);
+  } else if (is_loader) {
+    load_part<Config>(params, schedule, keys, loader, shared, warp);
   } else {
     multiply_part<Config>(params, keys, part == 0, scale_log2, shared, warp - kWarps, lane);
   }
@@ -95,40 +136,60 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   }
 
   // Epilogue. The warps merge, then the thread blocks of a cluster, then clusters.
-  constexpr int kFours = Config::kHeadDimV / 4;
+  constexpr int kFours = Config::kFours;
+  const auto statistics = [](const float4& x) { return make_float2(x.x, x.y); };
   const auto of_warps = [&](int row, int four) {
-    return merge<Config::kResults>(
-        Config::kResults, [&](int i) { return shared.rows[i][row]; },
-        [&](int i) { return shared.out[i][row][four]; });
+    if constexpr (Config::kResults == 1) {
+      const float2 all = statistics(shared.out[0][row][kFours]);
+      return Merged{shared.out[0][row][four], all.x, all.y};
+    } else {
+      return merge<Config::kResults>(
+          Config::kResults, [&](int i) { return statistics(shared.out[i][row][kFours]); },
+          [&](int i) { return shared.out[i][row][four]; });
+    }
   };
   const auto store = [&](int row, int four, const Merged& x) {
     store_merged<T>(params, sequence, tile.query_of(row), tile.head_of(row), four * 4, x,
                     value_unit);
   };
-  if (part_steps >= steps) {  // there is one part
-    for_each_four<Config>(tile, 0, 1,
+  if (parts_used <= 1) {
+    for_each_four<Config>(tile.rows, 0, 1,
                           [&](int row, int four) { store(row, four, of_warps(row, four)); });
     return;
   }
-  const int parts_used = (steps + part_steps - 1) / part_steps;  // the others have no keys
   const int clusters_used = (parts_used + cluster - 1) / cluster;
   const int ranks_used = min(cluster, parts_used - (part - rank));
-  float2* const merged = Config::kResults > 1 ? shared.merged : shared.rows[0];
+  const auto over_cluster = [&](int x) { return x * schedule.cluster_reciprocal >> 16; };
   if constexpr (Config::kHopper) {
-    if constexpr (Config::kResults > 1) {
-      for_each_four<Config>(tile, 0, 1, [&](int row, int four) {
-        const Merged x = of_warps(row, four);
-        shared.out[0][row][four] = x.out;
-        if (four == 0) merged[row] = make_float2(x.reference, x.sum);
-      });
+    ptx::cluster_wait();  // their barriers are initialised
+    // Ranks without keys send nothing.
+    const int rows_sent = rank < ranks_used ? tile.rows : 0;
+    for_each_four<Config>(rows_sent, 0, 1, [&](int row, int four) {
+      const Merged x = of_warps(row, four);
+      const int row_of_slice = over_cluster(row), owner = row - row_of_slice * cluster;
+      float4* const target =
+          ptx::map_to_rank(shared.received[rank * schedule.slice_rows + row_of_slice], owner);
+      uint64_t* const full = ptx::map_to_rank(&shared.received_full, owner);
+      ptx::store_in_cluster(target + four, x.out, full);
+      if (four == 0) {
+        ptx::store_in_cluster(target + kFours, make_float4(x.reference, x.sum, 0.f, 0.f), full);
+      }
+    });
+    const int rows = over_cluster(max(tile.rows - rank, 0) + cluster - 1);
+    if (rows == 0) return;
+    if (threadIdx.x == 0) {
+      sm90::arrive_expecting(shared.received_full, ranks_used * rows * (kFours + 1) * 16);
     }
-    ptx::cluster_sync();
+    sm90::wait(shared.received_full, 0);
   }
   const auto of_cluster = [&](int row, int four) {
     if constexpr (Config::kHopper) {
-      return merge<8>(
-          ranks_used, [&](int i) { return *ptx::map_to_rank(&merged[row], i); },
-          [&](int i) { return *ptx::map_to_rank(&shared.out[0][row][four], i); });
+      const auto received = [&](int i) -> const auto& {
+        return shared.received[i * schedule.slice_rows + over_cluster(row)];
+      };
+      return merge<4>(
+          ranks_used, [&](int i) { return statistics(received(i)[kFours]); },
+          [&](int i) { return received(i)[four]; });
     } else {
       return of_warps(row, four);
     }
@@ -138,16 +199,15 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   const int64_t first_stored = int64_t{1} * place * schedule.clusters * schedule.rows;
   const auto stored_rows = reinterpret_cast<float2*>(params.partial_rows) + first_stored;
   const auto stored_out = reinterpret_cast<float4*>(params.partial_out) + first_stored * kFours;
-  for_each_four<Config>(tile, rank, cluster, [&](int row, int four) {
+  for_each_four<Config>(tile.rows, rank, cluster, [&](int row, int four) {
     const Merged x = of_cluster(row, four);
     if (clusters_used == 1) return store(row, four, x);
     const int stored = cluster_of_tile * schedule.rows + row;
     if (four == 0) __stcg(stored_rows + stored, make_float2(x.reference, x.sum));
     __stcg(stored_out + stored * kFours + four, x.out);
   });
-  if constexpr (Config::kHopper) ptx::cluster_arrive();
   if (clusters_used > 1 && is_last_block(params.counters + place * cluster + rank, clusters_used)) {
-    for_each_four<Config>(tile, rank, cluster, [&](int row, int four) {
+    for_each_four<Config>(tile.rows, rank, cluster, [&](int row, int four) {
       const auto stored = [&](int i) { return i * schedule.rows + row; };
       store(row, four,
             merge<8>(
@@ -155,7 +215,6 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
                 [&](int i) { return __ldcg(stored_out + stored(i) * kFours + four); }));
     });
   }
-  if constexpr (Config::kHopper) ptx::cluster_wait();  // others have read this shared memory
 }
 
 // Grid: (nheads_kv * row_tiles, parts, sequences of the launch), in clusters of parts: see

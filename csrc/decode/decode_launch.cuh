@@ -86,6 +86,7 @@ DecodePlan plan_kernel(const ForwardParams& params) {
                     sizeof(typename Config::KV);
   work.most_splits = counted ? kMostSplits : kMostCluster;
   work.most_cluster = kMostCluster;
+  work.received_rows = Config::kReceivedRows;
   work.sms = multiprocessors();
   return plan_decode(params, work, slots_of<Config>);
 }
@@ -99,17 +100,20 @@ DecodeLauncher prepare_kernel(const DecodePlan& plan, ForwardParams& params, Wor
   params.num_splits = plan.splits;
   // A larger append does not let this kernel start early.
   if (params.batch > kFewSequences) params.seqlen_new = 0;
+  DecodeSchedule schedule{};
+  const bool reads_from_first_key = params.window_left < 0 || params.window_left >= params.seqlen_k;
+  schedule.starts_early = reads_from_first_key && params.seqlen_new == 0 &&
+                          params.cu_seqlens_k == nullptr && params.cache_batch_idx == nullptr &&
+                          params.leftpad_k == nullptr;
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-
-  DecodeSchedule schedule{};
   schedule.splits = plan.splits;
-  schedule.splits_reciprocal =
-      plan.splits == 1 ? 0 : static_cast<unsigned>((int64_t{1} << 32) / plan.splits) + 1;
   schedule.cluster = plan.cluster;
   schedule.clusters = plan.clusters;
-  schedule.group = rows.group;
-  schedule.row_tiles = rows.tiles;
+  schedule.cluster_reciprocal = (1 << 16) / plan.cluster + 1;
+  schedule.slice_rows = (rows.of_tile() + plan.cluster - 1) / plan.cluster;
+  schedule.group = Divisor(rows.group);
+  schedule.row_tiles = Divisor(rows.tiles);
   schedule.rows = rows.of_tile();
   schedule.page_shift = -1;
   for (int shift = 0; shift < 31; ++shift) {

@@ -18,17 +18,35 @@
 
 namespace flash::decode {
 
+// Divides by a number that the host knows, 1 or more.
+struct Divisor {
+  int value;
+  unsigned multiplier, shift;
+
+  Divisor() = default;
+  explicit Divisor(int value) : value(value), multiplier(0), shift(0) {
+    while (value > 1 && int64_t{2} << shift < value) ++shift;
+    multiplier = static_cast<unsigned>(((int64_t{1} << (32 + shift)) + value - 1) / value);
+  }
+  // x: 0 .. 2^31 - 1
+  __device__ int quotient(int x) const {
+    return value == 1 ? x : static_cast<int>(__umulhi(x, multiplier) >> shift);
+  }
+};
+
 // What the host decides about a launch.
 struct DecodeSchedule {
-  int splits;                  // parts of a tile's keys at most
-  int cluster;                 // thread blocks of a cluster, or 1: parts that are neighbours
-  int clusters;                // of a tile
-  unsigned splits_reciprocal;  // x / splits = x * this >> 32
-  int group;                   // query heads that read the same keys
-  int row_tiles;               // of a key head
-  int rows;                    // of a tile at most
-  int page_shift;              // log2 of the page size, or -1
-  int first_batch;             // of the launch
+  int splits;              // parts of a tile's keys at most
+  int cluster;             // thread blocks of a cluster, or 1: parts that are neighbours
+  int clusters;            // of a tile
+  int cluster_reciprocal;  // x / cluster = x * this >> 16, of rows of a tile
+  int slice_rows;          // of a tile that a thread block of the cluster merges, at most
+  Divisor group;           // query heads that read the same keys
+  Divisor row_tiles;       // of a key head
+  int rows;                // of a tile at most
+  int page_shift;          // log2 of the page size, or -1
+  int first_batch;         // of the launch
+  bool starts_early;       // loads begin before the length of a sequence is known
 };
 
 // Whether the kernel starts while an append is running, whose predecessors have ended.
@@ -40,11 +58,12 @@ __device__ bool follows_append(const ForwardParams& params) {
 // The rows of one tile of a sequence.
 struct TileRows {
   int first, rows;  // of the pairs of a query and a head, heads fastest
-  int group, head_kv;
+  const Divisor& group;
+  int head_kv;
 
-  __device__ int query_of(int row) const { return static_cast<unsigned>(first + row) / group; }
+  __device__ int query_of(int row) const { return group.quotient(first + row); }
   __device__ int head_of(int row) const {
-    return head_kv * group + static_cast<unsigned>(first + row) % group;
+    return head_kv * group.value + first + row - query_of(row) * group.value;
   }
 };
 
@@ -77,7 +96,8 @@ __device__ void leave_result(typename Config::SharedStorage& shared, int result,
     if (first_row + r * 8 >= tile.rows) break;
     const int row = first_row + r * 8 + lane / 4;
     if (lane % 4 == 0) {
-      shared.rows[result][row] = make_float2(softmax.reference[r], softmax.sum[r]);
+      shared.out[result][row][Config::kFours] =
+          make_float4(softmax.reference[r], softmax.sum[r], 0.f, 0.f);
     }
     if constexpr (Config::kIsE4m3) {
       auto* const target = shared.out[result][row] + lane % 4;
@@ -91,13 +111,13 @@ __device__ void leave_result(typename Config::SharedStorage& shared, int result,
   }
 }
 
-// One part of the keys of one tile.
+// One part of the keys of one tile: steps of keys, one in as many as there are parts.
 struct Part {
   Sequence sequence;
   TileRows tile;
   Mask mask;
   int batch, first_query, end_query;  // of the tile
-  int begin, end;                     // keys
+  int begin, end, stride;             // keys: of the first step, of the tile, from step to step
 };
 
 // The rows that a lane holds some elements of, of accumulators of m16n8: their scores and softmax.

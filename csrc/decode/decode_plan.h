@@ -21,12 +21,6 @@ struct DecodePlan {
       : splits(splits), cluster(cluster), clusters((splits + cluster - 1) / cluster) {}
 };
 
-// With so many parts, whatever the launch: as few clusters as can be.
-inline DecodePlan plan_of_splits(int splits, int most_cluster) {
-  const int clusters = (splits + most_cluster - 1) / most_cluster;
-  return {splits, (splits + clusters - 1) / clusters};
-}
-
 // What a launch has to do, without regard to parts.
 struct DecodeWork {
   int64_t tiles;
@@ -38,8 +32,22 @@ struct DecodeWork {
   int step_keys;          // of a thread block
   int64_t step_bytes;     // of K and V
   int most_splits, most_cluster;
+  int received_rows;  // that a thread block has place for, from all of a cluster; 0: no clusters
   int sms;
+
+  // Whether the rows of a tile can be merged by so many.
+  bool takes(int cluster) const {
+    return cluster == 1 || (rows + cluster - 1) / cluster * cluster <= received_rows;
+  }
 };
+
+// With so many parts, whatever the launch: as few clusters as can be.
+inline DecodePlan plan_of_splits(const DecodeWork& work, int splits, int most_cluster) {
+  const int clusters = (splits + most_cluster - 1) / most_cluster;
+  int cluster = (splits + clusters - 1) / clusters;
+  while (!work.takes(cluster)) --cluster;
+  return {splits, cluster};
+}
 
 // slots_of(cluster, alone): thread blocks that run at a time, each alone on its SM or not
 template <typename SlotsOf>
@@ -53,7 +61,7 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
   int most_cluster = work.most_cluster;
   while (most_cluster > 1 && slots_of(most_cluster, false) == 0) --most_cluster;
   if (params.num_splits > 0) {
-    return plan_of_splits(std::min(params.num_splits, most_splits), most_cluster);
+    return plan_of_splits(work, std::min(params.num_splits, most_splits), most_cluster);
   }
 
   // Fitted to an H200, behind a product of a matrix and a vector: 1 to 512 tiles, 1k to 64k keys.
@@ -78,7 +86,7 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
   DecodePlan best{1, 1};
   for (int cluster = 1; cluster <= most_cluster; ++cluster) {
     const int64_t slots = slots_of(cluster, false);
-    if (slots == 0) continue;
+    if (slots == 0 || !work.takes(cluster)) continue;
     const int64_t alone = cluster > 1 ? slots_of(cluster, true) : work.sms;
     const auto round = [&](int64_t blocks, int64_t block_steps) {
       if (blocks == 0) return 0.f;

@@ -20,6 +20,18 @@ __device__ inline int load_acquire(const int* source) {
   return x;
 }
 
+// *target += x; returns what it was. What this thread has seen happen happens before, and what
+// those have seen who added before is seen behind. PTX ISA, "Parallel Synchronization and
+// Communication Instructions: atom" (.acq_rel.gpu)
+__device__ inline int add_acq_rel(int* target, int x) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;\n"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(target)), "r"(x)
+               : "memory");
+  return before;
+}
+
 // ++*target; what this thread has seen happen happens before.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red" (.release.gpu)
 __device__ inline void red_release_increment(int* target) {

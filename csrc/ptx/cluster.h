@@ -22,6 +22,12 @@ __device__ inline void cluster_sync() {
   cluster_wait();
 }
 
+// Orders nothing but the barriers that its threads have initialised (fence_barrier_init): what is
+// written in between is not visible behind the wait.
+__device__ inline void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory");
+}
+
 // The same variable in the shared memory of another thread block of the cluster.
 // PTX ISA, "Data Movement and Conversion Instructions: mapa"
 template <typename T>
@@ -38,6 +44,18 @@ __device__ inline void arrive_in_cluster(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
                : "memory");
+}
+
+// Writes 16 bytes to the shared memory of any thread block of the cluster; they arrive at its
+// barrier. Both addresses are from map_to_rank.
+// PTX ISA, "Data Movement and Conversion Instructions: st.async"
+__device__ inline void store_in_cluster(float4* target, float4 x, uint64_t* barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];\n" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(target))),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w),
+      "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      : "memory");
 }
 
 // Copies shared memory to that of another thread block; the bytes arrive at its barrier.

@@ -112,7 +112,10 @@ struct Turns {
 template <typename Config>
 struct Consumer {
   using T = typename Config::T;
-  using KvState = PipelineState<Config::kStages>;
+  static constexpr bool kRing =
+      Config::kQuantised && Config::kStages == 3 && Config::kValueStages == Config::kStages;
+  using KvState =
+      std::conditional_t<kRing, RingState<Config::kStages>, PipelineState<Config::kStages>>;
 
   typename Config::SharedStorage& shared;
   const int warpgroup, lane;
@@ -120,7 +123,13 @@ struct Consumer {
   PipelineState<Config::kQStages> q_state;
   TilePipeline::State tile_state;
 
-  __device__ PipelineState<Config::kValueStages> v_state() const { return {kv_state.count}; }
+  __device__ auto v_state() const {
+    if constexpr (kRing) {
+      return kv_state;
+    } else {
+      return PipelineState<Config::kValueStages>{kv_state.count};
+    }
+  }
 
   __device__ Tile receive_tile() { return shared.tiles.receive(tile_state, lane); }
 
@@ -283,7 +292,8 @@ __device__ void merge_tile(const ForwardParams& params, const ForwardSchedule& s
     store_merged<typename Config::Out>(params, sequence, tile.block * schedule.rows + query, head,
                                        four * 4, merged, scale);
   }
-  ptx::cluster_sync();  // others have read this shared memory
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();  // others have read this shared memory
 }
 
 }  // namespace flash::sm90

@@ -23,6 +23,20 @@ struct PipelineState {
   __device__ PipelineState next() const { return {count + 1}; }
 };
 
+// The same in two registers, which go on without a division where kStages is no power of two.
+template <int kStages>
+struct RingState {
+  uint32_t place = 0, lap = 0;
+
+  __device__ int stage() const { return place; }
+  __device__ uint32_t phase() const { return lap; }
+  __device__ RingState next() const {
+    const bool wraps = place == kStages - 1;
+    return {wraps ? 0 : place + 1, wraps ? lap ^ 1 : lap};
+  }
+  __device__ void advance() { *this = next(); }
+};
+
 // An arrival of a warp is one lane's, behind __syncwarp. compute-sanitizer's racecheck does not see
 // that __syncwarp orders what the other lanes have done before it, and reports hazards. In a build
 // for it (NVCC_APPEND_FLAGS=-DFLASH_ATTN_RACECHECK) every lane arrives, and each arrival is 32.
@@ -102,10 +116,14 @@ struct Pipeline {
   __device__ void wait_empty(State state) { wait(empty[state.stage()], state.phase() ^ 1); }
   __device__ uint64_t& full_of(State state) { return full[Filled{state.count}.stage()]; }
   __device__ void wait_full(State state) { wait(full_of(state), Filled{state.count}.phase()); }
+  __device__ void wait_full(RingState<kStages> state) { wait(full[state.stage()], state.phase()); }
   __device__ void wait_stored(State state) {
     wait_for_stores(full_of(state), Filled{state.count}.phase());
   }
   __device__ void release(State state, int lane) { arrive_of_warp(empty[state.stage()], lane); }
+  __device__ void release(RingState<kStages> state, int lane) {
+    arrive_of_warp(empty[state.stage()], lane);
+  }
   // By a lane that reads for its whole warp.
   __device__ void release_alone(State state) { arrive(empty[state.stage()]); }
 };
