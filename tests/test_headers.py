@@ -58,6 +58,10 @@ def test_tiles_of_both_orientations(tmp_path: Path) -> None:
     assert output_of("orientation", tmp_path, numbers) == (0, f"{len(CASES)} cases\n")
 
 
+def test_divisor(tmp_path: Path) -> None:
+    assert output_of("divisor", tmp_path, []) == (0, "")
+
+
 def test_rows_of_no_sequence(tmp_path: Path) -> None:
     assert output_of("gaps", tmp_path, []) == (0, "")
 

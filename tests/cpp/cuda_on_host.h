@@ -23,6 +23,8 @@ inline uint32_t __funnelshift_lc(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>(both << std::min(shift, 32u) >> 32);
 }
 
+inline unsigned __umulhi(unsigned x, unsigned y) { return uint64_t{x} * y >> 32; }
+
 // Named by code that does not run here.
 float __shfl_xor_sync(unsigned, float, int);
 template <typename T>
