@@ -20,7 +20,16 @@ from helpers import (
     random_pages,
     since_torch,
 )
-from oracle import Attention, Decode, Expected, Storage, assert_close_to_oracle, expect, on_host
+from oracle import (
+    Attention,
+    Decode,
+    Expected,
+    Storage,
+    assert_close_to_oracle,
+    expect,
+    index_of,
+    on_host,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -76,10 +85,10 @@ def decode(
     )
     lengths = int32(cache_seqlens, device)
     problem = Attention(q, k, v, storage=storage, **options)
-    in_use = replace(storage, seqused=lengths)
+    in_use = replace(storage, seqused=lengths).on_host()
     for b in range(batch):
-        for place in in_use.keys(k, b):
-            k[place], v[place] = torch.randn_like(k[place]), torch.randn_like(v[place])
+        keys = index_of(k, in_use.keys(k, b))
+        k[keys], v[keys] = torch.randn_like(k[keys]), torch.randn_like(v[keys])
     case = Decode(problem, lengths)
     if seqlen_new:
         case.k_new = randn(batch, seqlen_new, nheads_kv, headdim, dtype=dtype, device=device)
