@@ -414,7 +414,8 @@ def flash_attn_with_kvcache(
         With block_table pages, (num_pages, page_size, nheads_kv, headdim). Any strides, updated in
         place. Of the dtype of q, or both of torch.float8_e4m3fn, which halves their memory and what
         a step reads; q then is of 16 bits (or of float32, where PyTorch operations attend), or in
-        float8_e4m3fn as well.
+        float8_e4m3fn as well. What lies behind the last key of a sequence may be read, so its
+        memory has to be there; it never reaches a result, whatever it is.
     k, v : (batch, seqlen_new, nheads_kv, headdim), optional
         Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before
         attending.

@@ -161,7 +161,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   const int ranks_used = min(cluster, parts_used - (part - rank));
   const auto over_cluster = [&](int x) { return x * schedule.cluster_reciprocal >> 16; };
   if constexpr (Config::kHopper) {
-    ptx::cluster_wait();  // their barriers are initialised
+    ptx::cluster_wait();  // the others' barriers are initialised
     // Ranks without keys send nothing.
     const int rows_sent = rank < ranks_used ? tile.rows : 0;
     for_each_four<Config>(rows_sent, 0, 1, [&](int row, int four) {

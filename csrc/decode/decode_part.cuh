@@ -24,8 +24,8 @@ struct DecodeSchedule {
   int splits;              // parts of a tile's keys at most
   int cluster;             // thread blocks of a cluster, or 1: parts that are neighbours
   int clusters;            // of a tile
-  int cluster_reciprocal;  // x / cluster = x * this >> 16, of rows of a tile
-  int slice_rows;          // of a tile that a thread block of the cluster merges, at most
+  int cluster_reciprocal;  // row / cluster = row * this >> 16, of rows of a tile
+  int slice_rows;          // that a thread block of the cluster merges at most
   Divisor group;           // query heads that read the same keys
   Divisor row_tiles;       // of a key head
   int rows;                // of a tile at most
@@ -42,8 +42,8 @@ __device__ bool follows_append(const ForwardParams& params) {
 
 // The rows of one tile of a sequence.
 struct TileRows {
-  int first, rows;  // of the pairs of a query and a head, heads fastest
-  const Divisor& group;
+  int first, rows;       // of the pairs of a query and a head, heads fastest
+  const Divisor& group;  // of the schedule
   int head_kv;
 
   __device__ int query_of(int row) const { return group.quotient(first + row); }

@@ -15,13 +15,18 @@ namespace flash::decode {
 // then the values. Rows from `end` on become zero and are not read. Of a warpgroup, whose warps
 // share keys, each warp loads as many blocks.
 //
-// Each lane knows the place of one of 32 rows, and gives it to the lanes that copy the row. So
-// pages may have any size, and what the block table says is asked for 32 rows in advance.
+// Without pages each lane goes on from address to address. With pages it knows the place of one of
+// 32 rows, and gives it to the lanes that copy the row. So pages may have any size, and what the
+// block table says is asked for 32 rows in advance.
 template <typename Config>
 class KeyLoader {
   using KV = typename Config::KV;
   static constexpr int kBlockN = Config::kBlockN;
   static_assert(32 % kBlockN == 0);
+  template <bool kValues>
+  using Layout =
+      std::conditional_t<kValues, typename Config::ValueLayout, typename Config::KeyLayout>;
+  static constexpr int kChunk = 16 / sizeof(KV);  // elements
 
  public:
   // page_shift: log2 of the page size, or -1
@@ -52,19 +57,20 @@ class KeyLoader {
     }
   }
 
-  // The end is earlier than was said.
+  // Moves the end forward. Rows from there on that are under way keep what is in memory:
+  // clear_tail.
   __device__ void end_at(int end) { end_ = end; }
 
   // Zeros in rows of a block from the end on, by the lanes that have copied them.
   // slot: of the values of the block that begins at key `first`
   __device__ void clear_tail(unsigned char* slot, int first) const {
-    using Layout = typename Config::ValueLayout;
-    const int row = lane_ / Layout::kGroup, chunk = lane_ % Layout::kGroup;
-    for (int pass = 0; pass < kBlockN; pass += 32 / Layout::kGroup) {
+    using Tile = Layout<true>;
+    const int row = lane_ / Tile::kGroup, chunk = lane_ % Tile::kGroup;
+    for (int pass = 0; pass < kBlockN; pass += 32 / Tile::kGroup) {
       if (first + row + pass < end_) continue;
-      for (int group = 0; group < Layout::kChunks / Layout::kGroup; ++group) {
-        *reinterpret_cast<uint4*>(slot + Layout::offset(before_ + row + pass, chunk) +
-                                  group * Layout::kGroupBytes) = make_uint4(0, 0, 0, 0);
+      for (int group = 0; group < Tile::kChunks / Tile::kGroup; ++group) {
+        *reinterpret_cast<uint4*>(slot + Tile::offset(before_ + row + pass, chunk) +
+                                  group * Tile::kGroupBytes) = make_uint4(0, 0, 0, 0);
       }
     }
   }
@@ -80,11 +86,6 @@ class KeyLoader {
   }
 
  private:
-  template <bool kValues>
-  using Layout =
-      std::conditional_t<kValues, typename Config::ValueLayout, typename Config::KeyLayout>;
-  static constexpr int kChunk = 16 / sizeof(KV);  // elements
-
   // A row of a page, as the block table says: not clamped yet.
   struct Place {
     int page, row;

@@ -112,6 +112,8 @@ struct Turns {
 template <typename Config>
 struct Consumer {
   using T = typename Config::T;
+  // With three stages a division by three stands before each barrier of a step. (Where operands
+  // have 16 bits the other state has not been measured.)
   static constexpr bool kRing =
       Config::kQuantised && Config::kStages == 3 && Config::kValueStages == Config::kStages;
   using KvState =
@@ -292,8 +294,8 @@ __device__ void merge_tile(const ForwardParams& params, const ForwardSchedule& s
     store_merged<typename Config::Out>(params, sequence, tile.block * schedule.rows + query, head,
                                        four * 4, merged, scale);
   }
-  ptx::cluster_arrive_relaxed();
-  ptx::cluster_wait();  // others have read this shared memory
+  ptx::cluster_arrive_relaxed();  // what has been stored need not be visible
+  ptx::cluster_wait();            // others have read this shared memory
 }
 
 }  // namespace flash::sm90
