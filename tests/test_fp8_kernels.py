@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import device_fixture
 from helpers import LAYOUTS, NAN, OPTIONS, captured, dense, int32, randn, varlen
-from test_fp8 import FP8, HEADDIMS, LEVELS, call_fp8, check_e4m3, check_level, in_e4m3, rms
+from test_fp8 import BF16, FP8, HEADDIMS, LEVELS, call_fp8, check_e4m3, check_level, in_e4m3, rms
 from test_repeated_calls import launches_of
 from torch import Tensor
 
@@ -446,6 +446,20 @@ def test_growing_scores_on_kernels(on_kernels, level):
     case = dense(1, 64, 1024, 2, 2, 128, device=on_kernels)
     growth = torch.linspace(8, 0.1, 1024, device=on_kernels)[:, None, None]
     check_level(replace(case, k=(case.k * growth).to(case.k.dtype)), level)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_scales_of_values_that_change(on_kernels, headdim, level):
+    """What a row has so far is multiplied by their quotient: also sums of 1024 keys, and parts."""
+    case = dense(1, 150, 2500, 2, 1, headdim, device=on_kernels, **BF16)
+    exponents = torch.tensor([0, -13, -13, 9, 0, -30], device=on_kernels).repeat(4)[:20]
+    sizes = torch.exp2(exponents.float()).repeat_interleave(128)[:2500]
+    case = replace(case, v=(case.v * sizes[:, None, None]).bfloat16())
+    for parts in (1, 3):
+        with cuda.changed_setting("num_splits", parts):
+            check_level(case, level)
 
 
 @pytest.mark.gpu

@@ -54,7 +54,7 @@ __device__ void for_each_four(const float (&accumulators)[1][kColTiles][4], Enco
 
 constexpr float kLargestE4m3 = 448.f;
 
-// P' = exp(S) relative to the rows' references, times 2^kBits, in two ways. Both say whether a row
+// P = exp(S) relative to the rows' references, times 2^kBits, in two ways. Both say whether a row
 // has outgrown its reference. P V of the block before may still read P: finish_output(), which
 // waits for its end, is called before P is written.
 

@@ -16,10 +16,9 @@
 
 namespace flash::sm90 {
 
-// Of a block of quantised keys: what it is multiplied by; of its values: the logarithm of their
-// scale, and what sums of probabilities are multiplied by.
+// What a block of quantised keys and its values are multiplied by.
 struct BlockScales {
-  float k, log2_v, unit;
+  float k, v;
 };
 
 // What P is multiplied by to sum its rows has 8 rows of so many bytes.
@@ -62,15 +61,15 @@ struct ForwardConfig {
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
   static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? 32 : 40;
   static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : 232;
-  // Linear probabilities have no sum but that of what multiplies V: with scales it is another.
-  // Beside long products the others cost nothing.
-  static constexpr bool kLinear = kQuantised && !kScaled && kHeadDimV <= 128;
+  // Beside long products exponentials cost nothing. Two terms of V are for exactness.
+  static constexpr bool kLinear = kQuantised && kTerms == 1 && kHeadDimV <= 128;
   // The less, the further a reference may lag: faster. The more, the more exact is a probability
   // that is most of its row: of operands that are not rotated P's part of the error is small.
   static constexpr int kRoundedBits = !kScaled ? 3 : kTerms == 1 ? 5 : 6;
   static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
   // Where there are registers for Q in 8 bits, products read less shared memory.
-  static constexpr bool kQInRegisters = kQuantised && !kScaled && kManyRegisters && !kDivided;
+  static constexpr bool kQInRegisters =
+      std::is_same_v<T, __nv_fp8_e4m3> && (kLinear || !kScaled) && kManyRegisters && !kDivided;
   // Registers of rounded P whose powers are computed beside P V of the block before: as many as
   // there is room for.
   static constexpr int kAhead = !kManyRegisters ? 0 : kQInRegisters ? 2 : 4;

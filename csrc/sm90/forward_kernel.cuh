@@ -121,7 +121,7 @@ struct Producer {
 
   __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
     if constexpr (Config::kScaled) {
-      const BlockScales scales = block_scales(params, sequence, tile, n, Config::kProbabilityUnit);
+      const BlockScales scales = block_scales(params, sequence, tile, n);
       shared.k_pipeline.wait_empty(k_state);
       if (lane == 0) shared.scales[k_state.stage()] = scales;
     } else {

@@ -144,7 +144,7 @@ struct Consumer {
   }
   __device__ BlockScales scales_of(KvState k) const {
     if constexpr (Config::kScaled) return shared.scales[warp_uniform(k.stage())];
-    return {1.f, 0.f, Config::kProbabilityUnit};
+    return {1.f, 1.f};
   }
   __device__ void release_q() { shared.q_pipeline.release(q_state, lane); }
   __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }

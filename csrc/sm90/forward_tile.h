@@ -57,19 +57,18 @@ enum class Values { kPlain, kScaled, kTwoTerms };
 // The tile shape of operands in 8 bits. A block of keys, 64 or 128 of them, is a row of the
 // transposed values in shared memory. It may have scales of its own.
 constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, Values values) {
-  const bool plain = features == FeatureSet::kPlain, scaled = values != Values::kPlain;
+  const bool plain = features == FeatureSet::kPlain, one_term = values != Values::kTwoTerms;
   switch (headdim) {
     case 64:
       if (!plain) return {128, 128, 3, 2};
-      return scaled ? ForwardTile{128, 64, 3, 1, 2} : ForwardTile{192, 128, 4, 2};
+      return one_term ? ForwardTile{192, 128, 4, 2} : ForwardTile{128, 64, 3, 1, 2};
     case 96:
-      return {128, 128, scaled ? 3 : 4, 2};
+      return {128, 128, one_term ? 4 : 3, 2};
     case 128:
-      if (!scaled) return {128, 128, 4, 2};
+      if (one_term) return {128, 128, 4, 2};
       return plain ? ForwardTile{192, 64, 4, 2} : ForwardTile{128, 128, 3, 2};
     case 192:
-      return plain && values != Values::kTwoTerms ? ForwardTile{128, 128, 2, 1}
-                                                  : ForwardTile{128, 64, 3, 1};
+      return plain && one_term ? ForwardTile{128, 128, 2, 1} : ForwardTile{128, 64, 3, 1};
     default:
       return {128, 64, 3, 1};
   }

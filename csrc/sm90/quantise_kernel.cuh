@@ -72,12 +72,19 @@ __device__ float step_of(float largest) {
   return largest == 0.f ? 1.f : __fdiv_rn(largest, kMost);
 }
 
-// The least power of two, but at least 2^-64, with which e4m3 reaches `largest`. Not finite: NaN.
+// The least power of 2^kBits, but at least 2^-48, with which e4m3 reaches `largest`. Not finite:
+// NaN. There are few such scales, so most blocks have the same. Of what is smaller by 2^12 than the
+// largest number of e4m3 it still has three bits.
+template <int kBits>
 __device__ inline float power_of_two_step(float largest) {
   if (!(largest < INFINITY)) return NAN;
-  constexpr int kMantissa = 0x7fffff, kLeastExponent = 127 - 64;
+  if (largest == 0.f) return 1.f;
+  constexpr int kMantissa = 0x7fffff, kBias = 127, kLeast = -48;
+  static_assert(kLeast % kBits == 0);
   const int bits = __float_as_int(__fdiv_rn(largest, 448.f));
-  return __int_as_float(max((bits + kMantissa) >> 23, kLeastExponent) << 23);
+  const int exponent = max(((bits + kMantissa) >> 23) - kBias, kLeast);  // rounded up
+  const int steps = (exponent - kLeast + kBits - 1) / kBits;
+  return __int_as_float((kBias + kLeast + steps * kBits) << 23);
 }
 
 // Four numbers, rounded to nearest, ties to even. Of int8 they are within +-127.
@@ -230,22 +237,24 @@ class Quantiser {
   }
 
   __device__ void round_values(const QuantisedRows& rows, int stage) {
-    Pair largest = {};
+    Pair most = {};
     Transposed::for_each_item([&](int item, int, int) {
 #pragma unroll
       for (int key = 0; key < 4; ++key) {
         const uint4 numbers = read(stage, 4 * item + key);
         for (uint32_t pair : {numbers.x, numbers.y, numbers.z, numbers.w}) {
-          largest = __hmax2_nan(largest, __habs2(reinterpret_cast<const Pair&>(pair)));
+          most = __hmax2_nan(most, __habs2(reinterpret_cast<const Pair&>(pair)));
         }
       }
     });
-    const float2 both = unpack<T>(reinterpret_cast<const uint32_t&>(largest));
-    const float scale = power_of_two_step(largest_of_block(ptx::max_nan(both.x, both.y), maxima()));
+    const float2 both = unpack<T>(reinterpret_cast<const uint32_t&>(most));
+    const float largest = largest_of_block(ptx::max_nan(both.x, both.y), maxima());
+    const bool two_terms = params_.v_low.data != nullptr;
+    const float scale = two_terms ? power_of_two_step<6>(largest) : power_of_two_step<12>(largest);
     if (threadIdx.x == 0) scale_of(params_.v_scale, rows, rows.block) = scale;
     const float factor = __fdiv_rn(1.f, scale);
     write_term<false>(rows, stage, factor, params_.v_out);
-    if (params_.v_low.data != nullptr) write_term<true>(rows, stage, factor, params_.v_low);
+    if (two_terms) write_term<true>(rows, stage, factor, params_.v_low);
   }
 
   // Rounds the values, or what that loses, and writes them transposed.

@@ -79,7 +79,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     LongSum<Config> long_sum(shared.sums);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     TileScales<kFull> scales(params, schedule, tile, range.sequence, range.m_begin, first_row);
-    // Of the block whose scales are at hand.
+    // By the scales of the block at hand.
     Exponents exponents, relative;
     const auto find_exponents = [&] {
       exponents = exponents_of(scales, softmax.scale_log2, Score{});
@@ -112,9 +112,14 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         }
         mask_scores();
         if (!Config::kManyRegisters) find_exponents();
+        const bool rescaled = Config::kScaled && scales.block.v != scales.last.v;
         quantised_softmax_step<Probabilities, decltype(first)::value>(
-            p, softmax, scores, exponents, relative, scales.block.unit, finish_output,
-            [&](const float (&factors)[2]) {
+            p, softmax, scores, exponents, relative, rescaled, finish_output,
+            [&](float (&factors)[2]) {
+              if constexpr (Config::kScaled) {
+                const float quotient = __fdividef(scales.last.v, scales.block.v);
+                for (float& factor : factors) factor *= quotient;
+              }
               rescale_output(out, factors);
               long_sum.rescale(factors);
             });
@@ -155,7 +160,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         consumer.release_q();
       }
       begin_scores(kv_state);
-      scales.block = consumer.scales_of(kv_state);
+      scales.advance(consumer.scales_of(kv_state));
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
       find_exponents_early();
@@ -170,7 +175,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         begin_scores(next);
         begin_output();
         turns.pass();
-        scales.block = consumer.scales_of(next);
+        scales.advance(consumer.scales_of(next));
         find_exponents_early();
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(next);
@@ -195,13 +200,14 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       long_sum.finish(out);
     }
     if constexpr (Config::kDivided) {
+      if constexpr (Config::kScaled) rescale_output(out, {scales.block.v, scales.block.v});
       merge_tile<Config>(params, schedule, tile, shared.part, softmax, out,
                          Config::kProbabilityUnit, first_row, lane);
       return;
     } else {
       Epilogue<Config> epilogue;
-      epilogue.finish_softmax(params, schedule, tile, softmax, Config::kProbabilityUnit, first_row,
-                              lane);
+      epilogue.finish_softmax(params, schedule, tile, softmax,
+                              Config::kProbabilityUnit * scales.block.v, first_row, lane);
       epilogue.store_output(params, out, lane);
     }
     if (!block.empty()) consumer.q_state.advance();

@@ -1,10 +1,11 @@
 // The softmax where operands have 8 bits: scores have scales, probabilities become e4m3.
 //
-//   s  = (q . k) * q_scale[row] * k_scale[block] * softmax_scale
-//   p' = 2^(s * log2(e) + log2(v_scale[block]) - reference)     what multiplies the values
-//   p  = p' / v_scale[block]                                    what the row's sum adds
+//   s = (q . k) * q_scale[row] * k_scale[block] * softmax_scale
+//   p = 2^(s * log2(e) - reference)
+//   o = sum of p * v * v_scale[block]
 //
-// So values with different scales go into one sum, and the reference follows the largest p'.
+// o is kept in units of the v_scale of the last block. Most blocks have the same, so a block with
+// another is treated as one whose rows have outgrown their references.
 // As in softmax.cuh nobody searches for maxima before the exponentials, but a sum of a whole block
 // would leave e4m3 too little of its range. So the largest probability, or sum of four, tells
 // whether the reference is outgrown.
@@ -65,24 +66,22 @@ __device__ inline int first_scaled_block(const AttentionParams& params, const Se
 }
 
 // Of the block that begins with key n of the sequence.
-// unit: that of probabilities
 __device__ inline BlockScales block_scales(const QuantisedParams& params, const Sequence& sequence,
-                                           const Tile& tile, int n, float unit) {
+                                           const Tile& tile, int n) {
   // (Registers are few in a producer: nothing shall be computed before its loop.)
   const int batch = ptx::opaque(tile.batch), head = ptx::opaque(tile.head_kv);
   const int block = first_scaled_block(params, sequence, batch) + n / kScaledKeys;
   const auto of = [&](const Scales& scales) {
     return scales.data[batch * scales.batch_stride + head * scales.head_stride + block];
   };
-  const float v = of(params.v_scale);
-  return {of(params.k_scale), __log2f(v), __fdividef(unit, v)};
+  return {of(params.k_scale), of(params.v_scale)};
 }
 
 // Of a lane's two rows, and of the block of keys whose scores are computed.
 template <bool kFull>
 struct TileScales {
-  float q[2];  // of the products, with the softmax scale
-  BlockScales block;
+  float q[2];                         // of the products, with the softmax scale
+  BlockScales block{1.f, 1.f}, last;  // last: of the block before
 
   template <typename Rows>
   __device__ TileScales(const QuantisedParams& params, const Rows& rows, const Tile& tile,
@@ -105,6 +104,11 @@ struct TileScales {
     }
   }
 
+  __device__ void advance(const BlockScales& next) {
+    last = block;
+    block = next;
+  }
+
   // Scores of the full set get their scale; others have it in their Exponents.
   template <typename Score, int kColTiles>
   __device__ void apply(float (&scores)[1][kColTiles][4], Score) const {
@@ -124,8 +128,7 @@ __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_l
   for (int r = 0; r < 2; ++r) {
     const float factor = kFull ? scale_log2 : not_zero(scales.q[r] * scales.block.k);
     exponents.factor[r] = factor;
-    exponents.offset[r] =
-        kFull ? scales.block.log2_v : fmaf(-kOffset<Score>, factor, scales.block.log2_v);
+    exponents.offset[r] = kFull ? 0.f : -kOffset<Score> * factor;
   }
   return exponents;
 }
@@ -133,7 +136,7 @@ __device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_l
 // As softmax_step of softmax.cuh.
 // scores: as floats
 // relative: what the exponents are by the references so far
-// unit: what sums of probabilities are multiplied by
+// again: whether what came before is to be multiplied by something anyway
 // kFirst: nothing came before
 // finish_output(): called when p, which a product may have read so far, is wanted
 // rescale(factors): what came before is to be multiplied by the factors
@@ -141,7 +144,7 @@ template <typename Probabilities, bool kFirst, int kColTiles, typename FinishOut
           typename Rescale>
 __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
                                        const float (&scores)[1][kColTiles][4],
-                                       const Exponents& exponents, Exponents relative, float unit,
+                                       const Exponents& exponents, Exponents relative, bool again,
                                        FinishOutput finish_output, Rescale rescale) {
   float factors[2];
   const auto raise = [&] {
@@ -153,7 +156,7 @@ __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxS
   Probabilities found(scores, relative, finish_output);
   // If one row of the warp has outgrown its reference, those of the others follow their maxima too:
   // they would be next. (Where there is NaN the row is NaN, whatever its reference.)
-  if (!kFirst && __any_sync(0xffffffff, found.outgrown())) {
+  if (!kFirst && __any_sync(0xffffffff, found.outgrown() || again)) {
     raise();
     rescale(factors);
     found = Probabilities(scores, relative, [] {});
@@ -161,7 +164,9 @@ __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxS
   found.store(p);
   if constexpr (Probabilities::kSummed) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) softmax.sum[r] = fmaf(found.sums[r], unit, softmax.sum[r]);
+    for (int r = 0; r < 2; ++r) {
+      softmax.sum[r] = fmaf(found.sums[r], 1.f / (1 << Probabilities::kBits), softmax.sum[r]);
+    }
   }
 }
 

@@ -5,6 +5,8 @@ leaves their products as they are (Ashkboos et al., "QuaRot", 2024; Shah et al.,
 "FlashAttention-3", 2024), then rounded to int8 or e4m3: q with a scale for each row, k with one for
 each block of SCALE_BLOCK keys. v becomes e4m3 with a power of two for each block, or the sum of two
 such terms. Every scale comes from the rows that it belongs to: one pass over the inputs is enough.
+e4m3 has a wide range, so that few scales of v are enough and most blocks have the same: where one
+differs from the last, a kernel multiplies its sums by the quotient.
 """
 
 import math
@@ -16,7 +18,8 @@ from torch import Tensor
 from flash_attn._arguments import FP8, FP8_LEVELS, SCALE_BLOCK, Attention, Scales
 
 HEADDIMS = (64, 96, 128, 192, 256)  # that q and k are rotated in, zeros behind their columns
-LEAST_V_EXPONENT = -64  # of v_scale: P' of a block with a smaller one could underflow
+LEAST_V_EXPONENT = -48  # of v_scale: sums in units of a smaller one could overflow
+V_EXPONENT_STEP = 12, 6  # exponents of v_scale are multiples of it: of one term, of two
 
 # Bits of the fraction of pi, that of column i in bit i % 32 of word i // 32: 1 is the sign -1.
 _SIGNS = (
@@ -54,10 +57,11 @@ def quantised(a: Attention) -> Attention:
 
     q_scale = step(q.abs().amax(-1), dtype)
     k_scale = step(largest_of(k, block, count), dtype)
-    v_scale = _power_of_two(largest_of(v, block, count))
+    two_terms = level == "accurate"
+    v_scale = _power_of_two(largest_of(v, block, count), V_EXPONENT_STEP[two_terms])
     v = v / v_scale[block][..., None]
     v_high = to_fp8(v)
-    v_low = to_fp8(v - v_high.float()) if level == "accurate" else None
+    v_low = to_fp8(v - v_high.float()) if two_terms else None
     scales = Scales(q_scale.mT, of_blocks(k_scale), of_blocks(v_scale), v_low, a.q.dtype)
     return a._replace(
         q=_rounded(q / q_scale[..., None], dtype),
@@ -121,12 +125,13 @@ def step(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (largest / most).masked_fill(largest == 0, 1.0)
 
 
-def _power_of_two(largest: Tensor) -> Tensor:
-    """The least power of two that ``largest`` is within e4m3's range times; NaN if not finite."""
+def _power_of_two(largest: Tensor, exponent_step: int) -> Tensor:
+    """The least power of 2^exponent_step times which e4m3 reaches ``largest``; of 0 it is 1."""
     bits = (largest / torch.finfo(FP8).max).view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0).int()  # rounded up; of 2^0 it is 127
-    exponent = exponent.clamp(127 + LEAST_V_EXPONENT, 254)
-    return (exponent << 23).view(torch.float32) + 0 * largest
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0).int() - 127  # rounded up
+    exponent = (-(-exponent // exponent_step) * exponent_step).clamp(LEAST_V_EXPONENT, 120)
+    power = (exponent + 127 << 23).view(torch.float32) + 0 * largest  # not finite: NaN
+    return power.masked_fill(largest == 0, 1.0)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -138,10 +138,11 @@ class _Probabilities(NamedTuple):
 def _probabilities(a: Attention) -> _Probabilities:
     """Rounded, or linear where that is faster in a kernel.
 
-    The row sum adds what is encoded of linear ones, since nothing else is computed. With scales of
-    V that would be P', of which nothing may be left where a block of V is small.
+    The row sum adds what is encoded of linear ones, since nothing else is computed. That would be
+    too inexact beside two terms of V.
     """
-    if a.scales is not None or max(a.headdim, a.headdim_v) > LINEAR_HEADDIM:
+    two_terms = a.scales is not None and a.scales.v_low is not None
+    if two_terms or max(a.headdim, a.headdim_v) > LINEAR_HEADDIM:
         scale = 2.0**8  # makes the most of e4m3, which ends at 448
         return _Probabilities(scale, lambda x: to_fp8(x.exp2() * scale).float(), torch.exp2)
     scale = 2.0**6
@@ -163,9 +164,7 @@ def _linear(exponent: Tensor) -> Tensor:
 def _attend_in_fp8(a: Attention) -> tuple[Tensor, Tensor]:
     """The same with operands of 8 bits: P, too, is in e4m3. Exponents are of 2.
 
-    The scale of V, 2^e for each block of keys, goes into the exponent: then P' = 2^e P, and O sums
-    P' V without it. The reference is the largest of P', so that what is rounded is relative to what
-    matters in O. The row sum adds P = P' 2^-e. The attention sink joins last, as no reference.
+    The attention sink joins last, as no reference.
     """
     probabilities = _probabilities(a)
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
@@ -180,18 +179,16 @@ def _attend_in_fp8(a: Attention) -> tuple[Tensor, Tensor]:
         row_sum, acc = torch.zeros_like(reference), q.new_zeros(*q.shape[:-1], a.headdim_v)
         for cols in _visible_blocks(a, queries, keys, rows):
             k, v = keys.read(a.k, cols, a.k_descale), keys.read(a.v, cols)
-            v_scale = v.new_ones(1, 1, 1, 1)
             if a.scales is not None:
                 k = k * _scales_of_keys(a, a.scales.k, cols)
-                v_scale = _per_query_head(_scales_of_keys(a, a.scales.v, cols), group).mT
                 if a.scales.v_low is not None:
                     v = v + keys.read(a.scales.v_low, cols)
-            scores = _scores(a, queries, keys, q, k, rows, cols).masked
-            exponent = scores * LOG2_E + v_scale.log2()  # of P'
+                v = v * _scales_of_keys(a, a.scales.v, cols)
+            exponent = _scores(a, queries, keys, q, k, rows, cols).masked * LOG2_E
             new_reference = torch.maximum(reference, exponent.amax(-1, keepdim=True))
             finite = _finite(new_reference)
             rescale = torch.exp2(reference - finite)
-            summed = probabilities.summed(exponent - finite) / v_scale
+            summed = probabilities.summed(exponent - finite)
             row_sum = row_sum * rescale + summed.sum(-1, keepdim=True)
             acc = acc * rescale + _matmul(probabilities.encoded(exponent - finite), v)
             reference = new_reference
