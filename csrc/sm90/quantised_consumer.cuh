@@ -78,7 +78,8 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
     LongSum<Config> long_sum(shared.sums);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
-    TileScales<kFull> scales(params, schedule, tile, range.sequence, range.m_begin, first_row);
+    TileScales<kFull, Config::kScaled> scales(params, schedule, tile, range.sequence, range.m_begin,
+                                              first_row);
     // By the scales of the block at hand.
     Exponents exponents, relative;
     const auto find_exponents = [&] {
@@ -160,6 +161,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         consumer.release_q();
       }
       begin_scores(kv_state);
+      scales.finish();
       scales.advance(consumer.scales_of(kv_state));
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);

@@ -78,29 +78,38 @@ __device__ inline BlockScales block_scales(const QuantisedParams& params, const 
 }
 
 // Of a lane's two rows, and of the block of keys whose scores are computed.
-template <bool kFull>
+// kScaled: rows have scales of their own
+template <bool kFull, bool kScaled>
 struct TileScales {
-  float q[2];                         // of the products, with the softmax scale
+  float q[2];                         // of the products; the softmax scale joins them in finish()
+  float common;                       // of all rows
   BlockScales block{1.f, 1.f}, last;  // last: of the block before
 
   template <typename Rows>
   __device__ TileScales(const QuantisedParams& params, const Rows& rows, const Tile& tile,
                         const Sequence& sequence, int m_begin, int first_row) {
     const Scales& scales = params.q_scale;
-    const float common = params.score_scale * (kFull ? 1.f : kLog2e) *
-                         descale_of(params.q_descale, tile.batch, tile.head_kv) *
-                         descale_of(params.k_descale, tile.batch, tile.head_kv);
+    common = params.score_scale * (kFull ? 1.f : kLog2e) *
+             descale_of(params.q_descale, tile.batch, tile.head_kv) *
+             descale_of(params.k_descale, tile.batch, tile.head_kv);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row + half * 8, query = m_begin + rows.query_of(row);
-      const bool valid = row < rows.rows * rows.group && query < sequence.seqlen_q;
       q[half] = common;
-      if (valid && scales.data != nullptr) {
-        q[half] *=
-            scales
-                .data[tile.batch * scales.batch_stride +
-                      rows.head_of(tile.head, row) * scales.head_stride + sequence.q_first + query];
+      if constexpr (kScaled) {
+        const int row = first_row + half * 8, query = m_begin + rows.query_of(row);
+        const bool valid = row < rows.rows * rows.group && query < sequence.seqlen_q;
+        const float* const scale = scales.data + tile.batch * scales.batch_stride +
+                                   rows.head_of(tile.head, row) * scales.head_stride +
+                                   sequence.q_first + query;
+        q[half] = valid ? *scale : 1.f;
       }
+    }
+  }
+
+  // What the constructor has asked for is waited for here: beside the first product.
+  __device__ void finish() {
+    if constexpr (kScaled) {
+      for (float& scale : q) scale *= common;
     }
   }
 
@@ -121,8 +130,9 @@ struct TileScales {
   }
 };
 
-template <typename Score, bool kFull>
-__device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_log2, Score) {
+template <typename Score, bool kFull, bool kScaled>
+__device__ Exponents exponents_of(const TileScales<kFull, kScaled>& scales, float scale_log2,
+                                  Score) {
   Exponents exponents;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
