@@ -371,6 +371,7 @@ def read_back(problem: Attention, level: str) -> Attention:
     dtype, most = (FP8, MOST) if level == "fast" else (torch.int8, 127.0)
     headdim = next(x for x in HEADDIMS if x >= problem.q.shape[-1])
     matrix = quantisation.rotation(headdim, problem.q.device)
+    step = 6 if level == "accurate" else 12  # of exponents of scales of v
     pad = (0, headdim - problem.q.shape[-1])
     q, k = (torch.nn.functional.pad(x.float(), pad) @ matrix for x in (problem.q, problem.k))
     v = problem.v.float().clone()
@@ -384,7 +385,8 @@ def read_back(problem: Attention, level: str) -> Attention:
                 place = (*block, h)
                 part, value = k[place], v[place]
                 k[place] = fake_quantised(part, part.abs().max() / most, dtype)
-                power = 2.0 ** math.ceil(math.log2(value.abs().max().item() / MOST))
+                exponent = math.log2(value.abs().max().item() / MOST)
+                power = 2.0 ** max(math.ceil(exponent / step) * step, -48)
                 high = fake_quantised(value, torch.tensor(power), FP8)
                 low = fake_quantised(value - high, torch.tensor(power), FP8)
                 v[place] = high + low if level == "accurate" else high
