@@ -17,7 +17,8 @@ model
 
 A level counts with the pass that quantises. Of ``e4m3`` and ``fa3_e4m3`` the inputs are quantised
 before, for the errors with a scale for each head. ``prepass`` is that pass alone, ``copy`` one of
-as many bytes.
+as many bytes. ``rotary`` is ``balanced`` with a rotary embedding in the pass, ``rotary_apart`` with
+one before it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from benchmarks.report import Row, figure
 from flash_attn import _arguments, _backends, fp8
 from flash_attn._arguments import FP8_LEVELS
 from flash_attn._backends import cuda, quantisation
+from flash_attn.layers.rotary import apply_rotary_emb
 
 HEADDIMS = (64, 96, 128, 192, 256)
 KEYS = 4096
@@ -222,10 +224,28 @@ def copy(case: Case, x: Inputs) -> Forward:
     return run
 
 
+def with_rotary(case: Case, x: Inputs, inside: bool) -> Forward:
+    angles = torch.rand(case.seqlen, case.headdim // 2, device=x.q.device)
+    cos, sin = angles.cos().to(x.q.dtype), angles.sin().to(x.q.dtype)
+    attend = partial(fp8.flash_attn_fp8_func, causal=case.causal)
+    if inside:
+        tables: dict[str, Any] = {"rotary_cos": cos, "rotary_sin": sin}
+        return partial(attend, x.q, x.k, x.v, **tables, rotary_interleaved=False)
+
+    def run() -> Tensor:
+        return attend(apply_rotary_emb(x.q, cos, sin), apply_rotary_emb(x.k, cos, sin), x.v)
+
+    return run
+
+
 def speed(a: argparse.Namespace, device: str) -> None:
+    of_fp8 = fp8_providers(a.backend, a.fa3_library)
+    context = of_fp8["balanced"].context
     providers: dict[str, Provider] = {
         a.plain: find_providers()[a.plain],
-        **fp8_providers(a.backend, a.fa3_library),
+        **of_fp8,
+        "rotary": Provider(partial(with_rotary, inside=True), context),
+        "rotary_apart": Provider(partial(with_rotary, inside=False), context),
         "prepass": Provider(partial(prepass, level="balanced", backend=a.backend)),
         "copy": Provider(copy),
     }
@@ -246,11 +266,13 @@ def speed(a: argparse.Namespace, device: str) -> None:
     rows: list[Row] = []
     label = "{0.headdim} {0.seqlen}".format
     for row in report.record(stem, a, report.with_progress(run, cases, label)):
-        shown = [name for name in providers if name not in ("prepass", "copy")]
+        apart = ("prepass", "copy", "rotary", "rotary_apart")
+        shown = [name for name in providers if name not in apart]
         ratios = {
             "e4m3 to fa3": ratio(row, "fa3_e4m3", "e4m3"),
             **{f"{level} to plain": ratio(row, a.plain, level) for level in FP8_LEVELS},
             "prepass to copy": ratio(row, "prepass", "copy"),
+            "rotary to apart": ratio(row, "rotary_apart", "rotary"),
         }
         line = {
             **report.size_cells(row),

@@ -34,7 +34,7 @@ STYLES = {
     "fp16": ("fp16", "#1f4e9c"),
     "fast": ("fast: e4m3", "#c9781f"),
     "balanced": ("balanced: int8, e4m3", "#e0a13c"),
-    "accurate": ("accurate: int8, 2 x e4m3", "#f0cf8a"),
+    "accurate": ("accurate: int8, 16 bits", "#f0cf8a"),
     "e4m3": ("e4m3, a scale a head", "#a33b2b"),
     "fa3_e4m3": ("FlashAttention-3, e4m3", "#b79bd0"),
     # Of benchmarks/context_parallel.py.

@@ -246,11 +246,10 @@ Shape values_shape(bool packed, int64_t batch, int64_t nheads_kv, int64_t headdi
   return packed ? Shape{nheads_kv, headdim_v, places} : Shape{batch, nheads_kv, headdim_v, places};
 }
 
-void read_values(Reader& reader, const char* name, Operand& values, QuantisedParams& params,
-                 bool packed) {
+void read_values(Reader& reader, QuantisedParams& params, bool packed) {
   const int64_t blocks = scaled_blocks(packed, params.seqlen_k, params.total_k, params.batch);
   params.places_v = to_int("places of keys", blocks * kScaledKeys);
-  reader.transposed(name, values,
+  reader.transposed("v", params.v,
                     values_shape(packed, params.batch, params.nheads_kv, params.headdim_v, blocks));
 }
 
@@ -318,11 +317,12 @@ void read_common(Reader& reader, Params& params) {
   reader.operand("k", params.k, k_shape, kernel.kv_dtype);
   if constexpr (kQuantised) {
     if (transposed) {
-      read_values(reader, "v", params.v, params, packed_k);
+      read_values(reader, params, packed_k);
+    } else if (kernel.kv_dtype == DType::kInt8) {
+      reader.operand("v", params.v, v_shape, kernel.out_dtype);
     } else {
       read_raw_values(reader, v_shape, params, packed_k);
     }
-    if (reader.has("v_low")) read_values(reader, "v_low", params.v_low, params, packed_k);
   } else {
     reader.operand("v", params.v, v_shape, kernel.kv_dtype);
   }
@@ -429,34 +429,59 @@ void read(Reader& reader, QuantisedParams& params) {
   complete(reader, params);
 }
 
+// tokens: the tensor that is rotated
+void read_rotation(Reader& reader, const TensorView& tokens, Rotation& rotation) {
+  if (!reader.has("rotary_cos")) return;
+  const TensorView& cos = reader.get("rotary_cos");
+  const int64_t positions = cos.size[0], pairs = cos.ndim == 2 ? cos.size[1] : 0;
+  rotation.positions = to_int("rows of rotary_cos", positions);
+  rotation.pairs = to_int("columns of rotary_cos", pairs);
+  if (2 * pairs > tokens.size[tokens.ndim - 1]) {
+    throw std::invalid_argument("rotary_cos: got " + std::to_string(pairs) +
+                                " columns; accepted: at most half of the head dimension");
+  }
+  rotation.float_tables = cos.dtype == DType::kFloat32;
+  const DType dtype = rotation.float_tables ? DType::kFloat32 : reader.kernel().dtype;
+  reader.contiguous("rotary_cos", rotation.cos, {positions, pairs}, dtype);
+  reader.contiguous("rotary_sin", rotation.sin, {positions, pairs}, dtype);
+  reader.require_alignment("rotary_cos");
+  reader.require_alignment("rotary_sin");
+  rotation.interleaved = reader.number("interleaved") != 0;
+}
+
 // Results of q and k have the head dimension of the kernel.
 void read(Reader& reader, QuantiseParams& params) {
   const Kernel& kernel = reader.kernel();
   const bool packed = reader.has("cu_seqlens_k");
-  const TensorView &q = reader.get("q"), &v = reader.get("v");
-  if (v.ndim != (packed ? 3 : 4)) {
-    throw std::invalid_argument("v: got shape " + join(v.size, v.ndim) +
+  const TensorView &q = reader.get("q"), &k = reader.get("k");
+  if (k.ndim != (packed ? 3 : 4)) {
+    throw std::invalid_argument("k: got shape " + join(k.size, k.ndim) +
                                 "; accepted: 3 dimensions where packed (cu_seqlens_k), else 4");
   }
-  const int64_t rows_k = v.size[v.ndim - 3], nheads_kv = v.size[v.ndim - 2];
-  const int64_t batch = packed ? reader.get("cu_seqlens_k").size[0] - 1 : v.size[0];
+  const int64_t rows_k = k.size[k.ndim - 3], nheads_kv = k.size[k.ndim - 2];
+  const int64_t batch = packed ? reader.get("cu_seqlens_k").size[0] - 1 : k.size[0];
   params.batch = to_int("batch", batch);
   params.seqlen_k = params.total_k = to_int("rows of k", rows_k);
   params.nheads_kv = to_int("nheads_kv", nheads_kv);
-  params.headdim_v = to_int("headdim_v", v.size[v.ndim - 1]);
   const int64_t blocks = scaled_blocks(packed, rows_k, rows_k, batch);
   params.blocks = to_int("blocks of keys", blocks);
-  reader.operand("v", params.v, rows_of(v, params.headdim_v), kernel.dtype);
-  const Shape values = values_shape(packed, batch, nheads_kv, params.headdim_v, blocks);
-  reader.transposed("v_out", params.v_out, values);
-  if (reader.has("v_low")) reader.transposed("v_low", params.v_low, values);
+  if (reader.has("v")) {
+    const TensorView& v = reader.get("v");
+    params.headdim_v = to_int("headdim_v", v.size[v.ndim - 1]);
+    Shape v_shape = rows_of(k, params.headdim_v);
+    reader.operand("v", params.v, v_shape, kernel.dtype);
+    reader.transposed("v_out", params.v_out,
+                      values_shape(packed, batch, nheads_kv, params.headdim_v, blocks));
+    read_scales(reader, "v_scale", params.v_scale, packed, batch, nheads_kv, blocks);
+    if (params.v_scale.data == nullptr) throw std::invalid_argument("v_scale: missing");
+  }
   reader.contiguous("cu_seqlens_k", params.cu_seqlens_k, {batch + 1}, DType::kInt32);
   const bool packed_q = q.ndim == 3;
   params.batch_q = packed_q ? 1 : to_int("batch of q", q.size[0]);
   params.seqlen_q = to_int("rows of q", q.size[q.ndim - 3]);
   params.nheads = to_int("nheads", q.size[q.ndim - 2]);
   params.headdim = to_int("headdim", q.size[q.ndim - 1]);
-  Shape k_shape = rows_of(v, params.headdim);
+  Shape k_shape = rows_of(k, params.headdim);
   reader.operand("q", params.q, rows_of(q, params.headdim), kernel.dtype);
   reader.operand("k", params.k, k_shape, kernel.dtype);
   reader.operand("q_out", params.q_out, rows_of(q, kernel.headdim), kernel.kv_dtype);
@@ -465,10 +490,15 @@ void read(Reader& reader, QuantiseParams& params) {
   read_scales(reader, "q_scale", params.q_scale, packed_q, params.batch_q, params.nheads,
               params.seqlen_q);
   read_scales(reader, "k_scale", params.k_scale, packed, batch, nheads_kv, blocks);
-  read_scales(reader, "v_scale", params.v_scale, packed, batch, nheads_kv, blocks);
-  if (params.k_scale.data == nullptr || params.q_scale.data == nullptr ||
-      params.v_scale.data == nullptr) {
-    throw std::invalid_argument("q_scale, k_scale, v_scale: missing");
+  if (params.k_scale.data == nullptr || params.q_scale.data == nullptr) {
+    throw std::invalid_argument("q_scale, k_scale: missing");
+  }
+  read_rotation(reader, q, params.rotation);
+  const Rotation& rotation = params.rotation;
+  if (rotation.cos != nullptr &&
+      (packed || packed_q || rotation.float_tables || rotation.pairs % 8 != 0)) {
+    throw std::invalid_argument(
+        "rotary_cos: accepted: the dtype of q, a multiple of 8 columns, with dense sequences");
   }
   if (!reader.aligned()) {
     throw std::invalid_argument("q, k, v: accepted: rows of a multiple of 16 bytes");
@@ -491,26 +521,6 @@ void read(Reader& reader, BackwardParams& params) {
   reader.contiguous("dlse", params.dlse, lse_shape(params), DType::kFloat32);
   reader.contiguous("delta", params.delta, lse_shape(params), DType::kFloat32);
   complete(reader, params);
-}
-
-// tokens: the tensor that is rotated
-void read_rotation(Reader& reader, const TensorView& tokens, Rotation& rotation) {
-  if (!reader.has("rotary_cos")) return;
-  const TensorView& cos = reader.get("rotary_cos");
-  const int64_t positions = cos.size[0], pairs = cos.ndim == 2 ? cos.size[1] : 0;
-  rotation.positions = to_int("rows of rotary_cos", positions);
-  rotation.pairs = to_int("columns of rotary_cos", pairs);
-  if (2 * pairs > tokens.size[tokens.ndim - 1]) {
-    throw std::invalid_argument("rotary_cos: got " + std::to_string(pairs) +
-                                " columns; accepted: at most half of the head dimension");
-  }
-  rotation.float_tables = cos.dtype == DType::kFloat32;
-  const DType dtype = rotation.float_tables ? DType::kFloat32 : reader.kernel().dtype;
-  reader.contiguous("rotary_cos", rotation.cos, {positions, pairs}, dtype);
-  reader.contiguous("rotary_sin", rotation.sin, {positions, pairs}, dtype);
-  reader.require_alignment("rotary_cos");
-  reader.require_alignment("rotary_sin");
-  rotation.interleaved = reader.number("interleaved") != 0;
 }
 
 void read(Reader& reader, RotaryParams& params) {
@@ -637,7 +647,7 @@ Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
   } else if (kernel.operation == QuantisedParams::kOperation) {
     prepare<QuantisedParams>(tensors, numbers, "q");
   } else if (kernel.operation == QuantiseParams::kOperation) {
-    prepare<QuantiseParams>(tensors, numbers, "v");
+    prepare<QuantiseParams>(tensors, numbers, "q");
   } else if (kernel.operation == BackwardParams::kOperation) {
     prepare<BackwardParams>(tensors, numbers, "q");
   } else if (kernel.operation == AppendParams::kOperation) {

@@ -190,18 +190,18 @@ struct Scales {
   int64_t batch_stride, head_stride;
 };
 
-// Of the operation "quantised": a forward whose operands have 8 bits, q and k of one type, v in
-// e4m3. Sequence i of packed keys has its blocks of kScaledKeys keys from block cu_seqlens_k[i] /
-// kScaledKeys + i on, a dense one from block 0 on.
+// Of the operation "quantised": a forward whose q and k have 8 bits, of one type. v is in e4m3 or,
+// where they are of int8 and v has no scales, of the 16 bits of the result. Sequence i of packed
+// keys has its blocks of kScaledKeys keys from block cu_seqlens_k[i] / kScaledKeys + i on, a dense
+// one from block 0 on.
 struct QuantisedParams : ForwardParams {
   static constexpr std::string_view kOperation = "quantised";
 
-  // v, and what it lacks, v_low (data null: nothing), are transposed, (batch, nheads_kv, headdim_v,
-  // places_v) or (nheads_kv, headdim_v, places_v): row_stride is that of the head dimension. Keys
-  // have their places by sm90/scaled_blocks.cuh. Behind the last key of a sequence, to the end of
-  // its last block, there are zeros.
-  // Without scales they come as they are, like k: raw_v. Then v is a workspace.
-  Operand v_low, raw_v;
+  // v in e4m3 is transposed, (batch, nheads_kv, headdim_v, places_v) or (nheads_kv, headdim_v,
+  // places_v): row_stride is that of the head dimension. Keys have their places by
+  // sm90/scaled_blocks.cuh. Behind the last key of a sequence, to the end of its last block, there
+  // are zeros. Without scales it comes as it is, like k: raw_v. Then v is a workspace.
+  Operand raw_v;
   int places_v;
 
   Scales q_scale, k_scale, v_scale;
@@ -209,7 +209,19 @@ struct QuantisedParams : ForwardParams {
   float score_scale;  // softmax_scale, which is 1 in a kernel: scores have their scales then
 };
 
-// Of the operation "quantise": q, k and v of 16 bits become what QuantisedParams has.
+// The rotary embedding: of a token at position p, channel pair i is turned by the angle whose
+// cosine and sine stand in row p, column i. It has channels (i, i + pairs), or (2i, 2i + 1) if they
+// are interleaved; channels behind the pairs stay as they are.
+struct Rotation {
+  const void *cos, *sin;  // (positions, pairs), contiguous; null: nothing is rotated
+  int positions, pairs;
+  bool float_tables;  // they are float32; else of the dtype of the tokens
+  bool interleaved;
+  bool conjugate;  // by the negative angle
+};
+
+// Of the operation "quantise": q, k and v of 16 bits become what QuantisedParams has. v null: it
+// stays as it is.
 struct QuantiseParams : CallParams {
   static constexpr std::string_view kOperation = "quantise";
 
@@ -217,15 +229,17 @@ struct QuantiseParams : CallParams {
   Operand k;             // (batch, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
   Operand v;             // the same with headdim_v
   Operand q_out, k_out;  // like q and k with the kernel's head dimension
-  Operand v_out, v_low;  // as v and v_low of QuantisedParams; v_low null: one term
+  Operand v_out;         // as v of QuantisedParams
   Scales q_scale, k_scale, v_scale;
   int batch_q, seqlen_q;  // packed: 1, all rows
   int batch, seqlen_k;    // seqlen_k: of a dense sequence
   int nheads, nheads_kv, headdim, headdim_v;
-  int total_k;              // rows of packed k
-  int blocks;               // of kScaledKeys keys: of a dense sequence, or of all packed ones
-  const int* cu_seqlens_k;  // (batch + 1), or null: dense
-  const int* seqused_k;     // (batch), or null
+  int total_k;                  // rows of packed k
+  int blocks;                   // of kScaledKeys keys: of a dense sequence, or of all packed ones
+  int tiles_v, tiles_k, tiles;  // of kScaledKeys rows of a head: of v, of k, of all; by prepare()
+  const int* cu_seqlens_k;      // (batch + 1), or null: dense
+  const int* seqused_k;         // (batch), or null
+  Rotation rotation;  // of q and k first; of dense sequences alone, row i is at position i
 };
 
 struct BackwardParams : AttentionParams {
@@ -254,17 +268,6 @@ struct BackwardParams : AttentionParams {
   // kernel.
   float* partial_dkv;
   int* counters;  // (kKeptZero), as in the forward
-};
-
-// The rotary embedding: of a token at position p, channel pair i is turned by the angle whose
-// cosine and sine stand in row p, column i. It has channels (i, i + pairs), or (2i, 2i + 1) if they
-// are interleaved; channels behind the pairs stay as they are.
-struct Rotation {
-  const void *cos, *sin;  // (positions, pairs), contiguous; null: nothing is rotated
-  int positions, pairs;
-  bool float_tables;  // they are float32; else of the dtype of the tokens
-  bool interleaved;
-  bool conjugate;  // by the negative angle
 };
 
 struct RotaryParams : CallParams {

@@ -104,6 +104,7 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
     seqused_before: Tensor | None = None
     seqlen_new: int = 0
     place: Place | None = None  # None: a problem of its own. Windows do not look at it.
+    rotary: "Rotary | None" = None  # q and k are to be rotated before they are quantised
 
     @property
     def is_quantised(self) -> bool:
@@ -205,6 +206,14 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
         return self.sizes.lse_shape
 
 
+class Rotary(NamedTuple):
+    """The rotary embedding of q and k, whose row i is at position i of the tables."""
+
+    cos: Tensor  # (positions, rotary_dim / 2)
+    sin: Tensor
+    interleaved: bool
+
+
 class Scales(NamedTuple):
     """What turns q, k and v, quantised inside, into numbers. Blocks are of SCALE_BLOCK keys.
 
@@ -213,8 +222,7 @@ class Scales(NamedTuple):
 
     q: Tensor  # (batch, nheads, seqlen_q) or (nheads, total_q) float32
     k: Tensor  # (batch, nheads_kv, blocks) or (nheads_kv, blocks) float32
-    v: Tensor  # likewise, powers of two
-    v_low: Tensor | None  # like v: to be added to it
+    v: Tensor | None  # likewise, powers of two; None: v stays in 16 bits
     out_dtype: torch.dtype
 
 
@@ -711,11 +719,7 @@ def _check_rotary(
 ) -> None:
     if rotary_cos is None and rotary_sin is None:
         return
-    if rotary_cos is None or rotary_sin is None:
-        missing, given = (
-            ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
-        )
-        raise ValueError(f"{missing} must be given with {given}, got None")
+    _check_both_tables(rotary_cos, rotary_sin)
     if cache_seqlens is None:
         raise ValueError(
             "cache_seqlens must be given with rotary_cos (the positions to rotate by), got None"
@@ -724,8 +728,24 @@ def _check_rotary(
         raise ValueError(
             "k must be given with rotary_cos (the keys to rotate and append), got None"
         )
-    _check_tensor("rotary_cos", rotary_cos, like=q, rank=2)
-    _check_tensor("rotary_sin", rotary_sin, like=q, rank=2)
+    check_tables(rotary_cos, rotary_sin, q, last_row)
+
+
+def _check_both_tables(rotary_cos: Any, rotary_sin: Any) -> None:
+    if rotary_cos is None or rotary_sin is None:
+        missing, given = (
+            ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
+        )
+        raise ValueError(f"{missing} must be given with {given}, got None")
+
+
+def check_tables(
+    rotary_cos: Any, rotary_sin: Any, q: Tensor, rows: int, dtype: torch.dtype | None = None
+) -> None:
+    """Check the tables of a rotary embedding: of q's dtype or ``dtype``, with ``rows`` rows."""
+    _check_both_tables(rotary_cos, rotary_sin)
+    _check_tensor("rotary_cos", rotary_cos, like=q, rank=2, dtype=dtype)
+    _check_tensor("rotary_sin", rotary_sin, like=q, rank=2, dtype=dtype)
     if rotary_sin.shape != rotary_cos.shape:
         raise ValueError(
             f"rotary_sin must have the shape of rotary_cos, {_shape(rotary_cos)}, "
@@ -736,9 +756,9 @@ def _check_rotary(
             f"rotary_cos must have shape (seqlen, rotary_dim / 2) with rotary_dim at most the "
             f"head dimension, {q.shape[-1]}, got {_shape(rotary_cos)}"
         )
-    if rotary_cos.shape[0] < last_row:
+    if rotary_cos.shape[0] < rows:
         raise ValueError(
-            f"rotary_cos must have a row for each of {last_row} positions, got {_shape(rotary_cos)}"
+            f"rotary_cos must have a row for each of {rows} positions, got {_shape(rotary_cos)}"
         )
 
 

@@ -8,13 +8,13 @@ level          q and k       v                   error
 =============  ============  ==================  =======
 ``fast``       e4m3          e4m3                8.3e-3
 ``balanced``   int8          e4m3                5.9e-3
-``accurate``   int8          sum of two e4m3     2.3e-3
+``accurate``   int8          16 bits, as it is   2.1e-3
 =============  ============  ==================  =======
 
 Root mean square error on normal inputs with outliers, head dim 128 (``benchmarks/fp8.py`` on a
 CPU), where attention in bfloat16 has 1.2e-3 and e4m3 with one scale a head 1.8e-2. At every
 level q and k are multiplied by the same random orthogonal matrix first, which leaves q k^T as it is
-and spreads outliers over the columns; the probabilities become e4m3; sums are float32.
+and spreads outliers over the columns; the probabilities become what v is; sums are float32.
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision",
 2024, has the rotation and scales of blocks in FP8. Hopper GPUs have kernels for it; elsewhere it
@@ -25,15 +25,17 @@ log-sum-exp of this forward (P = exp(S - lse) with S of 16 bits). They have no d
 is no forward mode: both raise NotImplementedError.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn import _arguments, _ops
-from flash_attn._arguments import FP8_LEVELS, _kind
-from flash_attn._backends import quantisation
-from flash_attn._numbers import integer
+from flash_attn import _arguments, _backends, _ops
+from flash_attn._arguments import FP8_LEVELS, Rotary, _kind
+from flash_attn._backends import Remember, quantisation
+from flash_attn._numbers import flag, integer
+from flash_attn._rotary import apply_rotary
 from flash_attn.flash_attn_interface import _WINDOW, read_window
 
 __all__ = ["flash_attn_fp8_func", "flash_attn_fp8_varlen_func", "quantize"]
@@ -53,6 +55,9 @@ def flash_attn_fp8_func(
     *,
     level: str = "balanced",
     s_aux: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
     out: Tensor | None = None,
 ) -> Any:
     """Attention over sequences of equal length; options are ``flash_attn_func``'s, but no dropout.
@@ -66,6 +71,13 @@ def flash_attn_fp8_func(
     v : (batch, seqlen_k, nheads_kv, headdim_v)
     level : {"fast", "balanced", "accurate"}
         What q, k and v are quantised into: see the module's docstring.
+    rotary_cos, rotary_sin : (seqlen_rotary, rotary_dim / 2), optional
+        Rotate q and k first, by these tables of the dtype of q or float32: the same bits as
+        ``apply_rotary_emb`` of both. Row i is at position i; seqlen_q must be seqlen_k. Without a
+        gradient and with a rotary_dim that is a multiple of 16 the pass that quantises does it, and
+        the rotated tensors are never written; else it is a pass of its own.
+    rotary_interleaved : bool
+        True rotates pairs (2i, 2i + 1) (GPT-J), False pairs (i, i + rotary_dim / 2) (GPT-NeoX).
 
     Returns
     -------
@@ -75,26 +87,27 @@ def flash_attn_fp8_func(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As ``flash_attn_func``; for a dtype other than those above; for another level.
+        As ``flash_attn_func``; for a dtype other than those above; for another level; for tables
+        that do not fit.
     """
     left, right = read_window(window_size)
-    result = _ops.flash_attn_forward(
-        q,
-        k,
-        v,
-        0.0,
-        softmax_scale,
-        causal,
-        left,
-        right,
-        softcap,
-        alibi_slopes,
-        False,
-        s_aux,
-        deterministic,
-        fp8_level=_number(level),
-        out=out,
-    )
+    given: Any = (softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux, deterministic)
+    given = (*given, _number(level))
+    if rotary_cos is None and rotary_sin is None:
+        result = _ops.flash_attn_forward(q, k, v, *_dense(*given), out=out)
+    else:
+        interleaved = flag("rotary_interleaved", rotary_interleaved)
+        tables: Any = (rotary_cos, rotary_sin)
+        everything = (q, k, v, *given, *tables, interleaved, out)
+        seen = isinstance(softmax_scale, Tensor) or _ops.is_seen(everything)
+        if not seen and not _ops.wants_gradient(everything):
+            result = _run_rotated(*everything)
+        else:
+            if not torch.compiler.is_compiling():
+                _check_dense_tables(_ops._dense_problem(q, k, v, *_dense(*given)), *tables)
+            how: Any = (*tables, 0, None, None, interleaved)
+            q, k = apply_rotary(q, *how), apply_rotary(k, *how)
+            result = _ops.flash_attn_forward(q, k, v, *_dense(*given), out=out)
     return result[:2] if return_softmax_lse else result[0]
 
 
@@ -116,6 +129,9 @@ def flash_attn_fp8_varlen_func(
     *,
     level: str = "balanced",
     s_aux: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
     out: Tensor | None = None,
 ) -> Any:
     """The same over packed sequences, as ``flash_attn_varlen_func``, but without pages.
@@ -127,6 +143,8 @@ def flash_attn_fp8_varlen_func(
     cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
     max_seqlen_q, max_seqlen_k : int
     level : {"fast", "balanced", "accurate"}
+    rotary_cos, rotary_sin, rotary_interleaved
+        As above; row i of each sequence is at position i, of q and of k. It is a pass of its own.
 
     Returns
     -------
@@ -134,27 +152,94 @@ def flash_attn_fp8_varlen_func(
     softmax_lse : (nheads, total_q) float32, with return_softmax_lse
     """
     left, right = read_window(window_size)
-    result = _ops.flash_attn_varlen_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        0.0,
-        softmax_scale,
-        causal,
-        left,
-        right,
-        softcap,
-        alibi_slopes,
-        s_aux=s_aux,
-        deterministic=deterministic,
-        fp8_level=_number(level),
-        out=out,
-    )
+    bounds: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    given: Any = (0.0, softmax_scale, causal, left, right, softcap, alibi_slopes)
+    named: Any = {"s_aux": s_aux, "deterministic": deterministic, "fp8_level": _number(level)}
+    if rotary_cos is not None or rotary_sin is not None:
+        if not torch.compiler.is_compiling():
+            problem = _ops._varlen_problem(q, k, v, *bounds, *given, **named)
+            rows = max(problem.max_seqlen_q, problem.max_seqlen_k)
+            _check_tables(problem, rotary_cos, rotary_sin, rows)
+        tables: Any = (rotary_cos, rotary_sin, 0)
+        interleaved = flag("rotary_interleaved", rotary_interleaved)
+        for_q: Any = (*tables, cu_seqlens_q, max_seqlen_q, interleaved)
+        for_k: Any = (*tables, cu_seqlens_k, max_seqlen_k, interleaved)
+        q, k = apply_rotary(q, *for_q), apply_rotary(k, *for_k)
+    result = _ops.flash_attn_varlen_forward(q, k, v, *bounds, *given, **named, out=out)
     return result[:2] if return_softmax_lse else result[0]
+
+
+def _dense(
+    softmax_scale: Any,
+    causal: Any,
+    left: int,
+    right: int,
+    softcap: Any,
+    alibi_slopes: Any,
+    s_aux: Any,
+    deterministic: Any,
+    fp8_level: int,
+) -> tuple[Any, ...]:
+    """The arguments of the operator behind q, k and v."""
+    options = (0.0, softmax_scale, causal, left, right, softcap, alibi_slopes, False)
+    return *options, s_aux, deterministic, None, None, None, fp8_level
+
+
+def _attend_rotated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    s_aux: Tensor | None,
+    deterministic: bool,
+    fp8_level: int,
+    rotary_cos: Tensor,
+    rotary_sin: Tensor,
+    interleaved: bool,
+    out: Tensor | None,
+    *,
+    remember: Remember | None = None,
+) -> _ops.Forward:
+    """The operator's plain implementation, with the rotation in the pass where that has it."""
+    options = (softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux, deterministic)
+    problem = _ops._dense_problem(q, k, v, *_dense(*options, fp8_level))
+    _check_dense_tables(problem, rotary_cos, rotary_sin)
+    rotary = Rotary(rotary_cos, rotary_sin, interleaved)
+    if _backends.rotates_inside(problem, rotary):
+        problem = problem._replace(rotary=rotary)
+    else:
+        remember = None  # it would remember attention alone
+        q, k = (
+            apply_rotary(x, rotary_cos, rotary_sin, interleaved=interleaved)
+            for x in (problem.q, problem.k)
+        )
+        problem = problem._replace(q=q, k=k)
+    return _ops._run_forward(problem, None, False, out, remember)
+
+
+_run_rotated = _ops.remembering(_attend_rotated, inspect.signature(_attend_rotated))
+
+
+def _check_dense_tables(problem: _arguments.Attention, rotary_cos: Any, rotary_sin: Any) -> None:
+    seqlen_q, seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
+    if seqlen_q != seqlen_k:
+        raise ValueError(
+            f"q and k must be equally long with rotary_cos, got {seqlen_q} and {seqlen_k} rows"
+        )
+    _check_tables(problem, rotary_cos, rotary_sin, seqlen_k)
+
+
+def _check_tables(
+    problem: _arguments.Attention, rotary_cos: Any, rotary_sin: Any, rows: int
+) -> None:
+    is_float = isinstance(rotary_cos, Tensor) and rotary_cos.dtype == torch.float32
+    dtype = torch.float32 if is_float else None
+    _arguments.check_tables(rotary_cos, rotary_sin, problem.q, rows, dtype)
 
 
 @torch.no_grad()

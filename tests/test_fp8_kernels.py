@@ -23,6 +23,7 @@ import flash_attn
 from flash_attn import _backends, _ops, flash_attn_func, flash_attn_varlen_func
 from flash_attn._backends import cuda, quantisation, tiled
 from flash_attn.fp8 import flash_attn_fp8_func, flash_attn_fp8_varlen_func, quantize
+from flash_attn.layers.rotary import apply_rotary_emb
 
 NO_DROPOUT = [name for name in OPTIONS if name != "dropout"]
 KINDS = ("e4m3", *LEVELS)
@@ -115,10 +116,13 @@ def test_calls_of_a_level(calls, level):
     assert second[:8] == ("quantised", "sm90", dtype, dtype, "bf16", 96, 96, "plain")
     shapes = {name: tuple(x.shape) for name, x in given.items()}
     assert shapes["q_out"] == (2, 9, 4, 96) and shapes["k_out"] == (2, 200, 2, 96)
-    assert shapes["v_out"] == (2, 2, 40, 256) and ("v_low" in shapes) == (level == "accurate")
-    assert shapes["q_scale"] == (2, 4, 9)
-    assert shapes["k_scale"] == shapes["v_scale"] == (2, 2, 2)
-    same = {"q": "q_out", "k": "k_out", "v": "v_out", "q_scale": "q_scale", "v_scale": "v_scale"}
+    assert shapes["q_scale"] == (2, 4, 9) and shapes["k_scale"] == (2, 2, 2)
+    same = {"q": "q_out", "k": "k_out", "q_scale": "q_scale", "k_scale": "k_scale"}
+    if level == "accurate":
+        assert taken["v"] is halves[2] and not {"v", "v_out", "v_scale"} & {*shapes}
+    else:
+        assert shapes["v_out"] == (2, 2, 40, 256) and shapes["v_scale"] == (2, 2, 2)
+        same |= {"v": "v_out", "v_scale": "v_scale"}
     assert all(taken[name] is given[at] for name, at in same.items())
     assert taken["out"] is out and numbers["softmax_scale"] == 72**-0.5
 
@@ -253,7 +257,26 @@ def test_known_calls(calls, monkeypatch, kind):
         made = {name: x for name, x in first.items() if x is not q and x is not k and x is not v}
         made.pop("cu_seqlens_k", None)
         assert made and all(second[between.get(name, name)] is x for name, x in made.items())
-        assert first["v"] is v
+        assert (second if kind == "accurate" else first)["v"] is v
+
+
+@pytest.mark.parametrize("tables", ["as q", "float32", "few"])
+def test_calls_with_rotary(calls, tables):
+    """The pass rotates q and k where it can; elsewhere they are rotated before."""
+    q, k, v = (randn(2, 50, 2, 64, **BF16) for _ in "qkv")
+    cos, sin = (randn(60, 12 if tables == "few" else 16) for _ in "cs")
+    if tables != "float32":
+        cos, sin = cos.bfloat16(), sin.bfloat16()
+    with flash_attn.use_backend("sm90"):
+        flash_attn_fp8_func(q, k, v, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=False)
+    (_, given, numbers), _ = calls.seen
+    if tables == "as q":
+        assert given["rotary_cos"] is cos and given["rotary_sin"] is sin and given["q"] is q
+        assert numbers == {"interleaved": False}
+        return
+    assert "rotary_cos" not in given and not numbers
+    assert torch.equal(given["q"], apply_rotary_emb(q, cos, sin))
+    assert torch.equal(given["k"], apply_rotary_emb(k, cos, sin))
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -307,25 +330,51 @@ def test_pass_before_attention(on_kernels, passes, layout, headdim, level):
         ("k_scale", expected.scales.k, slice(None)),
     ):
         torch.testing.assert_close(found[name][..., at], x[..., at], rtol=1e-5, atol=0)
+    if level == "accurate":
+        assert "v_out" not in found and "v_scale" not in found
+        return
     assert torch.equal(found["v_scale"], expected.scales.v)
-    order = order_of_keys(128).to(on_kernels)
-    for name, x in (("v_out", expected.v), ("v_low", expected.scales.v_low)):
-        if x is None:
-            continue
-        blocks = found[name].float().unflatten(-1, (-1, 128))
-        in_order = torch.empty_like(blocks)
-        in_order[..., order] = blocks
-        in_order = in_order.flatten(-2)
-        if layout == "dense":
-            seqlen = x.shape[1]
-            assert torch.equal(in_order[..., :seqlen], x.float().permute(0, 2, 3, 1))
-            assert (in_order[..., seqlen:] == 0).all()
-        else:  # lengths of 140 and 13: the second begins at block 140 // 128 + 1
-            rows = x.float().permute(1, 2, 0)
-            assert torch.equal(in_order[..., :140], rows[..., :140])
-            assert (in_order[..., 140:256] == 0).all()
-            assert torch.equal(in_order[..., 256:269], rows[..., 140:153])
-            assert (in_order[..., 269:384] == 0).all()
+    blocks = found["v_out"].float().unflatten(-1, (-1, 128))
+    in_order = torch.empty_like(blocks)
+    in_order[..., order_of_keys(128).to(on_kernels)] = blocks
+    in_order, x = in_order.flatten(-2), expected.v.float()
+    if layout == "dense":
+        seqlen = x.shape[1]
+        assert torch.equal(in_order[..., :seqlen], x.permute(0, 2, 3, 1))
+        assert (in_order[..., seqlen:] == 0).all()
+    else:  # lengths of 140 and 13: the second begins at block 140 // 128 + 1
+        rows = x.permute(1, 2, 0)
+        assert torch.equal(in_order[..., :140], rows[..., :140])
+        assert (in_order[..., 140:256] == 0).all()
+        assert torch.equal(in_order[..., 256:269], rows[..., 140:153])
+        assert (in_order[..., 269:384] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_pass_with_rotary(on_kernels, passes, headdim, level):
+    """Bit for bit as if q and k were rotated before; also where a thread block has many tiles."""
+    columns = (headdim // 2, headdim // 4 // 8 * 8, 8)
+    shapes = (2, 333, 4, 2), (8, 1100, 6, 3)
+    for pairs, interleaved, shape in product(columns, (False, True), shapes):
+        batch, seqlen, nheads, nheads_kv = shape
+        q, k, v = (
+            randn(batch, seqlen, heads, headdim, dtype=torch.bfloat16, device=on_kernels)
+            for heads in (nheads, nheads_kv, nheads_kv)
+        )
+        angles = randn(seqlen + 5, pairs, device=on_kernels)
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        expected = flash_attn_fp8_func(
+            *(apply_rotary_emb(x, cos, sin, interleaved=interleaved) for x in (q, k)),
+            v,
+            level=level,
+        )
+        rotary = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+        passes.clear()
+        for _ in range(2):  # the second launches what the first has prepared
+            assert torch.equal(flash_attn_fp8_func(q, k, v, level=level, **rotary), expected)
+        assert passes[0][0] == "quantise" and passes[1][0] == "quantised" and len(passes) == 2
 
 
 @pytest.mark.gpu

@@ -6,9 +6,9 @@
 #include <type_traits>
 
 #include "params.h"
-#include "sm90/e4m3_probabilities.cuh"
 #include "sm90/forward_tile.h"
 #include "sm90/pipeline.cuh"
+#include "sm90/probabilities.cuh"
 #include "sm90/split.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
@@ -18,7 +18,7 @@ namespace flash::sm90 {
 
 // What a block of quantised keys and its values are multiplied by.
 struct BlockScales {
-  float k, v;
+  float k, v;  // v: 1 of values in 16 bits
 };
 
 // What P is multiplied by to sum its rows has 8 rows of so many bytes.
@@ -33,9 +33,10 @@ struct ForwardConfig {
   using V = V_;      // of V
   using Out = Out_;  // of the output
   static constexpr bool kQuantised = sizeof(T) == 1;
+  static constexpr bool kQuantisedValues = sizeof(V) == 1;
   static constexpr Values kValues = kValues_;
-  static constexpr int kTerms = kValues == Values::kTwoTerms ? 2 : 1;
-  static constexpr bool kScaled = kValues != Values::kPlain;  // keys and queries then are, too
+  static constexpr bool kScaled = kQuantised && kValues != Values::kPlain;  // keys and queries
+  static constexpr bool kScaledValues = kValues == Values::kScaled;
   static constexpr bool kDivided = kDivided_;
   static constexpr ForwardTile kTile =
       kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kValues_)
@@ -45,10 +46,7 @@ struct ForwardConfig {
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
-  // Beside long sums there is less room for two terms of wide values.
-  static constexpr int kStages = kTile.stages - (kTerms == 2 && kHeadDimV_ > 192);
-  static constexpr int kValueStages =
-      kStages - (kTerms == 2 && kHeadDimV_ > 96 && kHeadDimV_ <= 192);
+  static constexpr int kStages = kTile.stages;
   static constexpr int kQStages = kTile.q_stages;
 
   static constexpr int kStreams = kTile.streams;
@@ -61,11 +59,11 @@ struct ForwardConfig {
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
   static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? 32 : 40;
   static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : 232;
-  // Beside long products exponentials cost nothing. Two terms of V are for exactness.
-  static constexpr bool kLinear = kQuantised && kTerms == 1 && kHeadDimV <= 128;
+  // Beside long products exponentials cost nothing.
+  static constexpr bool kLinear = kQuantisedValues && kHeadDimV <= 128;
   // The less, the further a reference may lag: faster. The more, the more exact is a probability
   // that is most of its row: of operands that are not rotated P's part of the error is small.
-  static constexpr int kRoundedBits = !kScaled ? 3 : kTerms == 1 ? 5 : 6;
+  static constexpr int kRoundedBits = kScaled ? 5 : 3;
   static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
   // Where there are registers for Q in 8 bits, products read less shared memory.
   static constexpr bool kQInRegisters =
@@ -73,12 +71,13 @@ struct ForwardConfig {
   // Registers of rounded P whose powers are computed beside P V of the block before: as many as
   // there is room for.
   static constexpr int kAhead = !kManyRegisters ? 0 : kQInRegisters ? 2 : 4;
-  using Probabilities =
+  using Probabilities = std::conditional_t<
+      !kQuantisedValues, WideProbabilities<V, kBlockN / 8, kManyRegisters && !kDivided>,
       std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kManyRegisters>,
-                         RoundedProbabilities<kBlockN / 8, kRoundedBits, kAhead>>;
+                         RoundedProbabilities<kBlockN / 8, kRoundedBits, kAhead>>>;
   static constexpr float kProbabilityUnit = 1.f / (1 << Probabilities::kBits);
-  // Warps that wait for exponentials had better take no turns.
-  static constexpr bool kTurns = kStreams == 1 && (!kQuantised || kLinear);
+  // Warps that wait for exponentials had better take no turns, but at head dim 96.
+  static constexpr bool kTurns = kStreams == 1 && (!kQuantised || kLinear || kHeadDim == 96);
   static_assert(kProducerRegisters + kStreams * kConsumers * kConsumerRegisters <=
                 65536 / kThreads / 8 * 8 * (kStreams * kConsumers + 1));
 
@@ -90,7 +89,7 @@ struct ForwardConfig {
   static constexpr int kSumWords = kHeadDimV > 128 ? 3 : 4;
   // V, or its transpose, a block in a row.
   static constexpr int kValueTile =
-      kQuantised ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
+      kQuantisedValues ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
 
   struct Nothing {};
   using LongSums = uint32_t[kConsumerWarps][kHeadDimV / 8][kSumWords][32];  // long_sum.cuh
@@ -101,14 +100,14 @@ struct ForwardConfig {
       struct {
         alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
         alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
-        alignas(1024) V v[kValueStages][kTerms][kValueTile];
-        alignas(16) std::conditional_t<kQuantised, LongSums, Nothing> sums;
+        alignas(1024) V v[kStages][kValueTile];
+        alignas(16) std::conditional_t<kQuantisedValues, LongSums, Nothing> sums;
       };
       Part part;  // in the end
     };
     Pipeline<kQStages> q_pipeline;
     Pipeline<kStages> k_pipeline;
-    Pipeline<kValueStages> v_pipeline;
+    Pipeline<kStages> v_pipeline;
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
     TilePipeline tiles;
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way

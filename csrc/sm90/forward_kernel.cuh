@@ -110,18 +110,18 @@ struct Producer {
   using T = typename Config::T;
 
   const typename Config::Params& params;
-  const MapsOf<Config>& maps;
+  const ForwardMaps& maps;
   const ForwardSchedule& schedule;
   typename Config::SharedStorage& shared;
   const int lane;
   PipelineState<Config::kStages> k_state;
-  PipelineState<Config::kValueStages> v_state;
+  PipelineState<Config::kStages> v_state;
   PipelineState<Config::kQStages> q_state;
   PipelineState<1> tail_state;
 
   __device__ void load_k(const Tile& tile, const Sequence& sequence, int n) {
     if constexpr (Config::kScaled) {
-      const BlockScales scales = block_scales(params, sequence, tile, n);
+      const BlockScales scales = block_scales<Config::kScaledValues>(params, sequence, tile, n);
       shared.k_pipeline.wait_empty(k_state);
       if (lane == 0) shared.scales[k_state.stage()] = scales;
     } else {
@@ -134,7 +134,7 @@ struct Producer {
 
   __device__ void load_v(const Tile& tile, const Sequence& sequence, int n) {
     shared.v_pipeline.wait_empty(v_state);
-    if constexpr (Config::kQuantised) {
+    if constexpr (Config::kQuantisedValues) {
       load_transposed_v(tile, sequence, n);
       v_state.advance();
       return;
@@ -142,7 +142,7 @@ struct Producer {
     const int valid_rows = sequence.seqlen_k - n;
     const bool clear = schedule.clear_tail && valid_rows < Config::kBlockN;
     uint64_t& full = shared.v_pipeline.full[v_state.stage()];
-    auto* const v = shared.v[v_state.stage()][0];
+    auto* const v = shared.v[v_state.stage()];
     load_keys<Config::kHeadDimV>(v, maps.v, clear ? shared.tail_full : full, tile, sequence, n);
     if (clear) {
       wait(shared.tail_full, tail_state.phase());
@@ -177,11 +177,7 @@ struct Producer {
     if (lane != 0) return;
     arrive_expecting(full, sizeof(v));
     const int place = first_scaled_block(params, sequence, tile.batch) * kScaledKeys + n;
-    const auto load = [&](auto* term, const CUtensorMap& map) {
-      load_columns(term, map, full, place, 0, tile.head_kv, sequence.k_batch);
-    };
-    load(v[0], maps.v);
-    if constexpr (Config::kTerms == 2) load(v[1], maps.v_low);
+    load_columns(v, maps.v, full, place, 0, tile.head_kv, sequence.k_batch);
   }
 
   template <int kCols, typename Element>
@@ -388,7 +384,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ typename Config::Params params,
-                   const __grid_constant__ MapsOf<Config> maps,
+                   const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ ForwardSchedule schedule, float scale_log2) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto* const shared_of_stream = reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);

@@ -52,8 +52,9 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole) {
   schedule.tickets = schedule.count_tickets();
   // Without a mask all tiles are equally long, and one head after the other reads memory least.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
-  const int64_t head_bytes = int64_t{sizeof(typename Config::T)} * params.seqlen_k *
-                             (params.headdim + Config::kTerms * params.headdim_v);
+  const int64_t head_bytes = (int64_t{sizeof(typename Config::T)} * params.headdim +
+                              int64_t{sizeof(typename Config::V)} * params.headdim_v) *
+                             params.seqlen_k;
   const int64_t all_heads_kv = int64_t{1} * params.batch * params.nheads_kv;
   const auto heads_of = [&](int64_t heads_kv) {
     return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv);
@@ -86,7 +87,7 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole) {
 }
 
 template <typename Config>
-MapsOf<Config> make_maps(const typename Config::Params& params, const ForwardSchedule& schedule) {
+ForwardMaps make_maps(const typename Config::Params& params, const ForwardSchedule& schedule) {
   using T = typename Config::T;
   const bool packed_q = params.cu_seqlens_q != nullptr, packed_k = params.cu_seqlens_k != nullptr;
   const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
@@ -95,32 +96,29 @@ MapsOf<Config> make_maps(const typename Config::Params& params, const ForwardSch
                                                          : params.seqlen_k;
   const int64_t batch_q = packed_q ? 1 : params.batch, slots_k = params.slots_k;
   const int64_t group = params.nheads / params.nheads_kv;
-  const auto keys = [&](const Operand& x, int headdim) {
-    return encode_tensor_map<T, 3>(x.data, headdim,
-                                   {{rows_k, x.row_stride, schedule.key_box_rows},
-                                    {params.nheads_kv, x.head_stride, 1},
-                                    {slots_k, x.batch_stride, 1}});
+  const auto keys = [&](auto type, const Operand& x, int headdim) {
+    return encode_tensor_map<decltype(type), 3>(x.data, headdim,
+                                                {{rows_k, x.row_stride, schedule.key_box_rows},
+                                                 {params.nheads_kv, x.head_stride, 1},
+                                                 {slots_k, x.batch_stride, 1}});
   };
   const Operand& q = params.q;
-  MapsOf<Config> maps;
+  ForwardMaps maps;
   maps.q = encode_tensor_map<T, 4>(q.data, params.headdim,
                                    {{group, q.head_stride, schedule.group},
                                     {rows_q, q.row_stride, schedule.rows},
                                     {params.nheads_kv, q.head_stride * group, 1},
                                     {batch_q, q.batch_stride, 1}});
-  maps.k = keys(params.k, params.headdim);
-  if constexpr (Config::kQuantised) {
-    const auto values = [&](const Operand& x) {
-      return encode_tensor_map<typename Config::V, 3, Config::kBlockN>(
-          x.data, params.places_v,
-          {{params.headdim_v, x.row_stride, Config::kHeadDimV},
-           {params.nheads_kv, x.head_stride, 1},
-           {packed_k ? 1 : params.batch, x.batch_stride, 1}});
-    };
-    maps.v = values(params.v);
-    if (Config::kTerms == 2) maps.v_low = values(params.v_low);
+  maps.k = keys(T(), params.k, params.headdim);
+  const Operand& v = params.v;
+  if constexpr (Config::kQuantisedValues) {
+    maps.v = encode_tensor_map<typename Config::V, 3, Config::kBlockN>(
+        v.data, params.places_v,
+        {{params.headdim_v, v.row_stride, Config::kHeadDimV},
+         {params.nheads_kv, v.head_stride, 1},
+         {packed_k ? 1 : params.batch, v.batch_stride, 1}});
   } else {
-    maps.v = keys(params.v, params.headdim_v);
+    maps.v = keys(typename Config::V(), v, params.headdim_v);
   }
   return maps;
 }
@@ -172,14 +170,13 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
   // The parts of a tile are a cluster, of which no thread block takes another.
   const int grid = static_cast<int>(Config::kDivided ? tiles - schedule.whole
                                                      : std::min<int64_t>(tiles, multiprocessors()));
-  const MapsOf<Config> prepared = make_maps<Config>(params, schedule);
+  const ForwardMaps prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
   return [=](const typename Config::Params& bound, cudaStream_t stream) {
-    MapsOf<Config> maps = prepared;
+    ForwardMaps maps = prepared;
     replace_address(maps.q, bound.q.data);
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
-    if constexpr (Config::kTerms == 2) replace_address(maps.v_low, bound.v_low.data);
     constexpr char kCall[] = "launch of the sm90 forward kernel";
     if constexpr (Config::kDivided) {
       launch(std::array{overlapping(), in_clusters(dim3(splits))}, kKernel, grid, Config::kThreads,

@@ -33,16 +33,9 @@ enum NamedBarrier { kMerge = 1, kTurn };
 struct ForwardMaps {
   CUtensorMap q;  // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
   CUtensorMap k;  // (slots, nheads_kv, rows, headdim), box: key_box_rows
-  CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v)
+  CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v); quantised: (batch, nheads_kv, headdim_v,
+                  // places of keys), box: a block of keys
 };
-
-// Of quantised operands.
-struct QuantisedMaps : ForwardMaps {
-  // v too: (batch, nheads_kv, headdim_v, places of keys), box: a block of keys
-  CUtensorMap v_low;
-};
-template <typename Config>
-using MapsOf = std::conditional_t<Config::kQuantised, QuantisedMaps, ForwardMaps>;
 
 // The rows of a tile: `rows` queries of `group` heads each, heads fastest.
 struct TileRows {
@@ -112,10 +105,10 @@ struct Turns {
 template <typename Config>
 struct Consumer {
   using T = typename Config::T;
+  using V = typename Config::V;
   // With three stages a division by three stands before each barrier of a step. (Where operands
   // have 16 bits the other state has not been measured.)
-  static constexpr bool kRing =
-      Config::kQuantised && Config::kStages == 3 && Config::kValueStages == Config::kStages;
+  static constexpr bool kRing = Config::kQuantised && Config::kStages == 3;
   using KvState =
       std::conditional_t<kRing, RingState<Config::kStages>, PipelineState<Config::kStages>>;
 
@@ -125,22 +118,14 @@ struct Consumer {
   PipelineState<Config::kQStages> q_state;
   TilePipeline::State tile_state;
 
-  __device__ auto v_state() const {
-    if constexpr (kRing) {
-      return kv_state;
-    } else {
-      return PipelineState<Config::kValueStages>{kv_state.count};
-    }
-  }
-
   __device__ Tile receive_tile() { return shared.tiles.receive(tile_state, lane); }
 
   __device__ void wait_for_q() { shared.q_pipeline.wait_full(q_state); }
   __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
-  __device__ void wait_for_v() { shared.v_pipeline.wait_full(v_state()); }
+  __device__ void wait_for_v() { shared.v_pipeline.wait_full(kv_state); }
   __device__ void wait_for_k_and_v(KvState k) {
     wait_for_both(shared.k_pipeline.full[k.stage()], k.phase(),
-                  shared.v_pipeline.full[v_state().stage()], v_state().phase());
+                  shared.v_pipeline.full[kv_state.stage()], kv_state.phase());
   }
   __device__ BlockScales scales_of(KvState k) const {
     if constexpr (Config::kScaled) return shared.scales[warp_uniform(k.stage())];
@@ -148,7 +133,7 @@ struct Consumer {
   }
   __device__ void release_q() { shared.q_pipeline.release(q_state, lane); }
   __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
-  __device__ void release_v() { shared.v_pipeline.release(v_state(), lane); }
+  __device__ void release_v() { shared.v_pipeline.release(kv_state, lane); }
 
   // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
   __device__ void begin_scores(typename Config::Score (&scores)[1][Config::kBlockN / 8][4],
@@ -171,27 +156,21 @@ struct Consumer {
   }
   // O += P V
   __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],
-                               const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
-    auto& v = shared.v[warp_uniform(v_state().stage())][0];
-    start_multiply_accumulate<T>(out[0], p, MnMajor<T, Config::kBlockN, uint64_t>(v));
+                               const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<V>][4]) {
+    auto& v = shared.v[warp_uniform(kv_state.stage())];
+    start_multiply_accumulate<V>(out[0], p, MnMajor<V, Config::kBlockN, uint64_t>(v));
   }
   // The same of quantised values; O = P V if not `accumulate`.
   __device__ void begin_quantised_output(float (&out)[1][Config::kHeadDimV / 8][4],
-                                         const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4],
+                                         const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<V>][4],
                                          bool accumulate) {
-    using V = typename Config::V;
     using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
-    auto& v = shared.v[warp_uniform(v_state().stage())];
-    if constexpr (Config::kTerms == 1) {
-      start_multiply_terms<V>(out[0], p, {Values(v[0])}, accumulate);
-    } else {
-      start_multiply_terms<V>(out[0], p, {Values(v[0]), Values(v[1])}, accumulate);
-    }
+    start_multiply_or_accumulate<V>(out[0], p, Values(shared.v[warp_uniform(kv_state.stage())]),
+                                    accumulate);
   }
   // P times ones: the sum of each row, eight times.
   __device__ void begin_sums(float (&sums)[1][4],
-                             const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<T>][4]) {
-    using V = typename Config::V;
+                             const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<V>][4]) {
     start_multiply<V>(sums, p, Repeated<KMajor<V, 8, uint32_t, kOnesRowBytes>>(shared.ones));
   }
 

@@ -51,26 +51,27 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   return {};
 }
 
-// What quantised values are: plain; with a scale for each block; or the sum of two such tensors.
-enum class Values { kPlain, kScaled, kTwoTerms };
+// What the values of quantised keys are: e4m3, with a scale for each block or plain; or of 16 bits.
+enum class Values { kPlain, kScaled, kOf16Bits };
 
 // The tile shape of operands in 8 bits. A block of keys, 64 or 128 of them, is a row of the
 // transposed values in shared memory. It may have scales of its own.
 constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, Values values) {
-  const bool plain = features == FeatureSet::kPlain, one_term = values != Values::kTwoTerms;
+  const bool plain = features == FeatureSet::kPlain, of_16_bits = values == Values::kOf16Bits;
   switch (headdim) {
     case 64:
-      if (!plain) return {128, 128, 3, 2};
-      return one_term ? ForwardTile{192, 128, 4, 2} : ForwardTile{128, 64, 3, 1, 2};
+      return plain ? ForwardTile{192, 128, 4, 2} : ForwardTile{128, 128, 3, 2};
     case 96:
-      return {128, 128, one_term ? 4 : 3, 2};
+      if (of_16_bits && plain) return {192, 64, 4, 2};
+      return {128, 128, of_16_bits ? 3 : 4, 2};
     case 128:
-      if (one_term) return {128, 128, 4, 2};
-      return plain ? ForwardTile{192, 64, 4, 2} : ForwardTile{128, 128, 3, 2};
+      if (of_16_bits && plain) return {192, 64, 4, 2};
+      return {128, 128, of_16_bits ? 3 : 4, 2};
     case 192:
-      return plain && one_term ? ForwardTile{128, 128, 2, 1} : ForwardTile{128, 64, 3, 1};
+      if (of_16_bits) return {128, 64, 3, 2};
+      return plain ? ForwardTile{128, 128, 2, 1} : ForwardTile{128, 64, 3, 1};
     default:
-      return {128, 64, 3, 1};
+      return {128, 64, 3, of_16_bits ? 2 : 1};
   }
 }
 

@@ -120,4 +120,15 @@ class LongSum {
   }
 };
 
+// Of products of 16 bits.
+struct NoLongSum {
+  template <typename Sums>
+  __device__ explicit NoLongSum(Sums&) {}
+  template <typename Out>
+  __device__ void count(Out&) const {}
+  template <typename Out>
+  __device__ void finish(Out&) const {}
+  __device__ void rescale(const float (&)[2]) const {}
+};
+
 }  // namespace flash::sm90

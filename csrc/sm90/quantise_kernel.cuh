@@ -26,28 +26,36 @@
 #include "sm90/rotation.cuh"
 #include "sm90/scaled_blocks.cuh"
 #include "sm90/transposed_values.cuh"
+#include "tokens/move_token.cuh"
 
 namespace flash::sm90 {
 
 // T: of q, k and v. Quantised: of q and k afterwards. kDim: of their heads afterwards, and the most
-// of those of v.
-template <typename T_, typename Quantised_, int kHeadDim>
+// of those of v. kRotary: whether q and k get a rotary embedding first.
+template <typename T_, typename Quantised_, int kHeadDim, bool kRotary_>
 struct QuantiseConfig {
   using T = T_;
   using Quantised = Quantised_;
   static constexpr int kDim = kHeadDim;
+  static constexpr bool kRotary = kRotary_;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;  // a warp has 16 rows of q or k
   static_assert(kScaledKeys == 16 * kWarps);
   using Transposed = TransposedValues<kDim, kThreads>;
   static constexpr int kSlots = std::max(kDim / 16, 4 * Transposed::kItems);  // of 16 bytes
   static constexpr int kStages = 2;
+  // Of a row's angles a lane has every fourth eight, of two rows, cosines and sines.
+  static constexpr int kUnits = kRotary ? (kDim / 2 + 31) / 32 : 0,
+                       kAngleSlots = 4 * kUnits + !kRotary;
 
   struct Shared {
     uint4 slots[kStages][kSlots][kThreads];
-    Transposed transposed;
+    union {
+      Transposed transposed;                // of v
+      uint4 angles[kAngleSlots][kThreads];  // of k and q
+    };
     float maxima[2][kWarps];  // of a tile and, while some still read those, of the next
   };
-  static constexpr int kBlocks = kDim == 64 ? 4 : kDim == 96 ? 2 : kDim == 128 ? 2 : 1;  // an SM
+  static constexpr int kBlocks = kDim == 64 ? (kRotary ? 3 : 4) : kDim <= 128 ? 2 : 1;  // an SM
 };
 
 // NaN if there is any, as of all that follow.
@@ -72,14 +80,13 @@ __device__ float step_of(float largest) {
   return largest == 0.f ? 1.f : __fdiv_rn(largest, kMost);
 }
 
-// The least power of 2^kBits, but at least 2^-48, with which e4m3 reaches `largest`. Not finite:
-// NaN. There are few such scales, so most blocks have the same. Of what is smaller by 2^12 than the
+// The least power of 2^12, but at least 2^-48, with which e4m3 reaches `largest`. Not finite: NaN.
+// There are few such scales, so most blocks have the same. Of what is smaller by 2^12 than the
 // largest number of e4m3 it still has three bits.
-template <int kBits>
 __device__ inline float power_of_two_step(float largest) {
   if (!(largest < INFINITY)) return NAN;
   if (largest == 0.f) return 1.f;
-  constexpr int kMantissa = 0x7fffff, kBias = 127, kLeast = -48;
+  constexpr int kMantissa = 0x7fffff, kBias = 127, kBits = 12, kLeast = -48;
   static_assert(kLeast % kBits == 0);
   const int bits = __float_as_int(__fdiv_rn(largest, 448.f));
   const int exponent = max(((bits + kMantissa) >> 23) - kBias, kLeast);  // rounded up
@@ -104,23 +111,36 @@ __device__ inline float& scale_of(const Scales& scales, const QuantisedRows& row
 enum class Role { kValues, kKeys, kQueries };
 
 // The tiles, those of v first, then of k, then of q.
+template <bool kRotary>
 struct QuantiseTiles {
   const QuantiseParams& params;
-  int64_t of_keys, count;
 
-  __device__ explicit QuantiseTiles(const QuantiseParams& params)
-      : params(params), of_keys(tiles_of_keys(params)), count(count_tiles(params)) {}
-
-  __device__ Role role(int64_t index) const {
-    return index < of_keys ? Role::kValues : index < 2 * of_keys ? Role::kKeys : Role::kQueries;
+  // Of the thread block's tiles, the one behind `index`; -1: the first. params.tiles or more: no
+  // tile is left. With a rotary embedding those of k and q follow each other: heads of the same
+  // rows have the same angles.
+  __device__ int behind(int index) const {
+    const int following = index < 0 ? blockIdx.x : index + gridDim.x;
+    if (!kRotary || (index < params.tiles_v && following < params.tiles_v)) return following;
+    const auto begin = [&](unsigned block) {
+      const int64_t rest = params.tiles - params.tiles_v;
+      return params.tiles_v + static_cast<int>(rest * block / gridDim.x);
+    };
+    const int next = index < params.tiles_v ? begin(blockIdx.x) : index + 1;
+    return next < begin(blockIdx.x + 1) ? next : params.tiles;
   }
-  __device__ QuantisedRows rows(int64_t index) const {
-    if (index < 2 * of_keys) return keys_of_tile(params, index < of_keys ? index : index - of_keys);
-    index -= 2 * of_keys;
+
+  __device__ Role role(int index) const {
+    return index < params.tiles_v                    ? Role::kValues
+           : index < params.tiles_v + params.tiles_k ? Role::kKeys
+                                                     : Role::kQueries;
+  }
+  __device__ QuantisedRows rows(int index) const {
+    if (index >= params.tiles_v) index -= params.tiles_v;
+    if (index < params.tiles_k) return keys_of_tile(params, index);
+    index -= params.tiles_k;
     const int blocks = (params.seqlen_q + kScaledKeys - 1) / kScaledKeys;
-    const int first = static_cast<int>(index / params.nheads % blocks) * kScaledKeys;
-    return {static_cast<int>(index / params.nheads / blocks),
-            static_cast<int>(index % params.nheads), first,
+    const int first = index / params.nheads % blocks * kScaledKeys;
+    return {index / params.nheads / blocks, index % params.nheads, first,
             min(params.seqlen_q - first, kScaledKeys), 0};
   }
 };
@@ -138,6 +158,7 @@ class Quantiser {
   typename Config::Shared& shared_;
   const int lane_ = threadIdx.x % 32, first_row_ = threadIdx.x / 32 * 16 + lane_ / 4;
   bool parity_ = false;
+  int angles_of_ = -1;  // the first row whose angles are there
 
  public:
   __device__ Quantiser(const QuantiseParams& params, typename Config::Shared& shared)
@@ -174,7 +195,13 @@ class Quantiser {
   __device__ void round(Role role, const QuantisedRows& rows, int stage) {
     if (role == Role::kValues) {
       round_values(rows, stage);
-    } else if (role == Role::kKeys) {
+      return;
+    }
+    if constexpr (Config::kRotary) {
+      load_angles(rows.first);
+      embed(stage);
+    }
+    if (role == Role::kKeys) {
       rotate_and_round<true>(rows, stage, params_.k_out, params_.k_scale);
     } else {
       rotate_and_round<false>(rows, stage, params_.q_out, params_.q_scale);
@@ -187,6 +214,62 @@ class Quantiser {
     return shared_.maxima[parity_];
   } __device__ uint4 read(int stage, int slot) const {
     return shared_.slots[stage][slot][threadIdx.x];
+  }
+
+  // The angles that this thread needs. A unit is those of eight pairs.
+  __device__ void load_angles(int first_row) {
+    if (first_row == angles_of_) return;
+    angles_of_ = first_row;
+    const Rotation& rotation = params_.rotation;
+#pragma unroll
+    for (int i = 0; i < 2 * Config::kUnits; ++i) {
+      const int unit = i / 2 * 4 + lane_ % 4;
+      if (unit >= rotation.pairs / 8) break;
+      const tokens::TokenAngles<T> angles(rotation, first_row + first_row_ + i % 2 * 8, 0);
+      ptx::cp_async_16_zfill(shared_address(&shared_.angles[2 * i][threadIdx.x]),
+                             angles.cos + 8 * unit, true);
+      ptx::cp_async_16_zfill(shared_address(&shared_.angles[2 * i + 1][threadIdx.x]),
+                             angles.sin + 8 * unit, true);
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+  }
+
+  // The rotary embedding of the warp's rows, in shared memory. The lanes of a row share its units.
+  __device__ void embed(int stage) {
+    using Eight = tokens::Channels<T, 8>;
+    const bool interleaved = params_.rotation.interleaved;
+    const int units = params_.rotation.pairs / 8, t = lane_ % 4;
+    __syncwarp();  // the other lanes have copied
+#pragma unroll
+    for (int i = 0; i < Config::kUnits; ++i) {
+      const int unit = 4 * i + t;
+      if (unit >= units) break;
+      const int first = interleaved ? 2 * unit : unit;
+      const int second = interleaved ? first + 1 : unit + units;
+      const auto octet = [&](int number, int half) -> Eight& {
+        return reinterpret_cast<Eight&>(
+            shared_.slots[stage][number / 4 * 2 + half][threadIdx.x - t + number % 4]);
+      };
+      const auto angles = [&](int half, bool of_sin) {
+        return reinterpret_cast<const T*>(&shared_.angles[4 * i + 2 * half + of_sin][threadIdx.x]);
+      };
+      // Rows of both halves at once: nobody waits for the first to be written.
+      Eight a[2], b[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        a[half] = octet(first, half), b[half] = octet(second, half);
+        float cos[8], sin[8];
+        tokens::read_angles(cos, angles(half, false), 1.f);
+        tokens::read_angles(sin, angles(half, true), 1.f);
+        tokens::rotate(a[half], b[half], cos, sin, interleaved);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        octet(first, half) = a[half], octet(second, half) = b[half];
+      }
+    }
+    __syncwarp();
   }
 
   // kOneScale: of all 128 rows; else each has its own.
@@ -249,51 +332,37 @@ class Quantiser {
     });
     const float2 both = unpack<T>(reinterpret_cast<const uint32_t&>(most));
     const float largest = largest_of_block(ptx::max_nan(both.x, both.y), maxima());
-    const bool two_terms = params_.v_low.data != nullptr;
-    const float scale = two_terms ? power_of_two_step<6>(largest) : power_of_two_step<12>(largest);
+    const float scale = power_of_two_step(largest);
     if (threadIdx.x == 0) scale_of(params_.v_scale, rows, rows.block) = scale;
-    const float factor = __fdiv_rn(1.f, scale);
-    write_term<false>(rows, stage, factor, params_.v_out);
-    if (two_terms) write_term<true>(rows, stage, factor, params_.v_low);
+    write_values(rows, stage, __fdiv_rn(1.f, scale));
   }
 
-  // Rounds the values, or what that loses, and writes them transposed.
-  template <bool kLow>
-  __device__ void write_term(const QuantisedRows& rows, int stage, float factor,
-                             const Operand& to) {
+  // Rounds the values and writes them transposed.
+  __device__ void write_values(const QuantisedRows& rows, int stage, float factor) {
     Transposed::for_each_item([&](int item, int word, int col) {
-      float x[4][8];
+      alignas(16) uint32_t pairs[4][4];  // of columns, for each key
 #pragma unroll
       for (int key = 0; key < 4; ++key) {
-        const uint4 numbers = read(stage, 4 * item + key);
-        const uint32_t pairs[4] = {numbers.x, numbers.y, numbers.z, numbers.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 pair = unpack<T>(pairs[i]);
-          x[key][2 * i] = pair.x * factor, x[key][2 * i + 1] = pair.y * factor;
-        }
+        reinterpret_cast<uint4&>(pairs[key]) = read(stage, 4 * item + key);
       }
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        uint32_t rounded = ptx::pack_e4m3(x[0][c], x[1][c], x[2][c], x[3][c]);
-        if constexpr (kLow) {
-          float lost[4];
+      for (int i = 0; i < 4; ++i) {
+        float2 x[4];
 #pragma unroll
-          for (int key = 0; key < 4; ++key) {
-            __nv_fp8_e4m3 number;
-            number.__x = rounded >> key * 8 & 0xff;
-            lost[key] = x[key][c] - static_cast<float>(number);
-          }
-          rounded = ptx::pack_e4m3(lost[0], lost[1], lost[2], lost[3]);
+        for (int key = 0; key < 4; ++key) {
+          x[key] = unpack<T>(pairs[key][i]);
+          x[key].x *= factor, x[key].y *= factor;
         }
-        shared_.transposed.word(col + c, word) = rounded;
+        auto& transposed = shared_.transposed;
+        transposed.word(col + 2 * i, word) = ptx::pack_e4m3(x[0].x, x[1].x, x[2].x, x[3].x);
+        transposed.word(col + 2 * i + 1, word) = ptx::pack_e4m3(x[0].y, x[1].y, x[2].y, x[3].y);
       }
     });
-    shared_.transposed.store(to, rows, params_.headdim_v);
+    shared_.transposed.store(params_.v_out, rows, params_.headdim_v);
   }
 };
 
-// Grid: thread blocks that take every gridDim.x-th tile.
+// Grid: thread blocks that share the tiles.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     quantise_kernel(const __grid_constant__ QuantiseParams params) {
@@ -301,15 +370,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
 
-  const QuantiseTiles tiles(params);
+  const QuantiseTiles<Config::kRotary> tiles{params};
   Quantiser<Config> quantiser(params, *reinterpret_cast<typename Config::Shared*>(memory));
-  QuantisedRows next = tiles.rows(blockIdx.x);
-  quantiser.load(tiles.role(blockIdx.x), next, 0);
+  int index = tiles.behind(-1);
+  QuantisedRows next = tiles.rows(index);
+  if (index < params.tiles) quantiser.load(tiles.role(index), next, 0);
   ptx::cp_async_commit();
-  int stage = 0;
-  for (int64_t index = blockIdx.x; index < tiles.count; index += gridDim.x, stage ^= 1) {
+  for (int stage = 0, following; index < params.tiles; index = following, stage ^= 1) {
     const QuantisedRows rows = next;
-    if (const int64_t following = index + gridDim.x; following < tiles.count) {
+    following = tiles.behind(index);
+    if (following < params.tiles) {
       next = tiles.rows(following);
       quantiser.load(tiles.role(following), next, stage ^ 1);
     }

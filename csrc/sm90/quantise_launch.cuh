@@ -3,6 +3,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
+#include <functional>
+#include <stdexcept>
+#include <string>
 
 #include "host/launch.h"
 #include "kernel.h"
@@ -18,13 +22,29 @@ struct QuantiseRow {
   static constexpr uint32_t kTakes = 0;
   static constexpr int kTiles = 1;
   static constexpr const char* kCall = "launch of the sm90 quantise kernel";
+  using Launcher = std::function<void(const Params&, cudaStream_t)>;
 
-  static auto prepare(Params& params, Workspaces&) {
-    using Config = QuantiseConfig<T, Quantised, kHeadDim>;
+  static Launcher prepare(Params& params, Workspaces&) {
+    const int64_t of_keys = tiles_of_keys(params),
+                  of_values = params.v.data == nullptr ? 0 : of_keys;
+    const int64_t tiles = of_values + of_keys + tiles_of_queries(params);
+    if (tiles > INT_MAX) {
+      throw std::invalid_argument("q, k: got " + std::to_string(tiles) +
+                                  " blocks of rows; accepted: up to 2^31 - 1");
+    }
+    params.tiles_v = static_cast<int>(of_values), params.tiles_k = static_cast<int>(of_keys);
+    params.tiles = static_cast<int>(tiles);
+    return params.rotation.cos == nullptr ? prepare_kernel<false>(params)
+                                          : prepare_kernel<true>(params);
+  }
+
+ private:
+  template <bool kRotary>
+  static Launcher prepare_kernel(const Params& params) {
+    using Config = QuantiseConfig<T, Quantised, kHeadDim, kRotary>;
     static std::atomic<uint64_t> devices{0};
     allow_shared_memory(quantise_kernel<Config>, sizeof(typename Config::Shared), devices);
-    const int64_t at_a_time = int64_t{Config::kBlocks} * multiprocessors();
-    const auto grid = static_cast<unsigned>(std::min(count_tiles(params), at_a_time));
+    const int grid = std::min(params.tiles, Config::kBlocks * multiprocessors());
     return [grid](const QuantiseParams& bound, cudaStream_t stream) {
       launch_overlapping(quantise_kernel<Config>, dim3(grid), Config::kThreads,
                          sizeof(typename Config::Shared), stream, kCall, bound);

@@ -1,6 +1,6 @@
 // The consumers of operands in 8 bits.
 //
-// Beside those of 16 bits they have: Q in registers, probabilities in e4m3 (e4m3_probabilities.cuh)
+// Beside those of 16 bits they have: Q in registers, probabilities in e4m3 (probabilities.cuh)
 // and the sums of long rows in shared memory (long_sum.cuh).
 #pragma once
 
@@ -76,7 +76,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     ptx::wait_for_earlier_kernels();
     const float no_sinks[2] = {-INFINITY, -INFINITY};
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
-    LongSum<Config> long_sum(shared.sums);
+    std::conditional_t<Config::kQuantisedValues, LongSum<Config>, NoLongSum> long_sum(shared.sums);
     const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
     TileScales<kFull, Config::kScaled> scales(params, schedule, tile, range.sequence, range.m_begin,
                                               first_row);
@@ -113,11 +113,11 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         }
         mask_scores();
         if (!Config::kManyRegisters) find_exponents();
-        const bool rescaled = Config::kScaled && scales.block.v != scales.last.v;
+        const bool rescaled = Config::kScaledValues && scales.block.v != scales.last.v;
         quantised_softmax_step<Probabilities, decltype(first)::value>(
             p, softmax, scores, exponents, relative, rescaled, finish_output,
             [&](float (&factors)[2]) {
-              if constexpr (Config::kScaled) {
+              if constexpr (Config::kScaledValues) {
                 const float quotient = __fdividef(scales.last.v, scales.block.v);
                 for (float& factor : factors) factor *= quotient;
               }
@@ -128,7 +128,11 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     };
     const auto begin_output = [&] {
       if constexpr (!Probabilities::kSummed) consumer.begin_sums(block_sums, p);
-      consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
+      if constexpr (Config::kQuantisedValues) {
+        consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
+      } else {
+        consumer.begin_output(out, p);
+      }
     };
     const auto finish_output = [&] {
       ptx::wgmma_wait<0>(out[0]);
@@ -202,7 +206,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       long_sum.finish(out);
     }
     if constexpr (Config::kDivided) {
-      if constexpr (Config::kScaled) rescale_output(out, {scales.block.v, scales.block.v});
+      if constexpr (Config::kScaledValues) rescale_output(out, {scales.block.v, scales.block.v});
       merge_tile<Config>(params, schedule, tile, shared.part, softmax, out,
                          Config::kProbabilityUnit, first_row, lane);
       return;

@@ -15,7 +15,7 @@
 
 namespace flash::sm90 {
 
-// T: int8 or e4m3, of q and k. V is e4m3.
+// T: int8 or e4m3, of q and k. V is e4m3, or beside int8 of the type of the result.
 template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct QuantisedRow {
   static_assert(std::is_same_v<T, KV>);
@@ -25,24 +25,24 @@ struct QuantisedRow {
 
   template <Values kValues, bool kDivided>
   using Config =
-      ForwardConfig<T, __nv_fp8_e4m3, Out, kHeadDim, kHeadDimV, kFeatures, kValues, 0, kDivided>;
+      ForwardConfig<T, std::conditional_t<kValues == Values::kOf16Bits, Out, __nv_fp8_e4m3>, Out,
+                    kHeadDim, kHeadDimV, kFeatures, kValues, 0, kDivided>;
   using Launcher = ForwardLauncher<Config<Values::kScaled, false>>;
 
   static Launcher prepare(Params& params, Workspaces& wanted) {
     params.score_scale = params.softmax_scale;
     params.softmax_scale = 1.f;
-    const bool scaled = params.v_scale.data != nullptr;
-    for (const Scales* scales : {&params.q_scale, &params.k_scale}) {
-      if ((scales->data != nullptr) != scaled) {
-        throw std::invalid_argument("q_scale, k_scale, v_scale: accepted are all or none");
-      }
+    const bool scaled = params.k_scale.data != nullptr;
+    const bool scaled_values = params.v_scale.data != nullptr;
+    if ((params.q_scale.data != nullptr) != scaled || (scaled_values && !scaled)) {
+      throw std::invalid_argument("q_scale, k_scale: accepted are both, or neither and no v_scale");
     }
     if constexpr (std::is_same_v<T, int8_t>) {
-      if (!scaled) throw std::invalid_argument("v_scale: missing, as q and k are of int8");
-      if (params.v_low.data != nullptr) return prepare_values<Values::kTwoTerms>(params, wanted);
+      if (!scaled) throw std::invalid_argument("k_scale: missing, as q and k are of int8");
+      if (!scaled_values) return prepare_values<Values::kOf16Bits>(params, wanted);
     } else {
-      if (params.v_low.data != nullptr) {
-        throw std::invalid_argument("v_low: accepted with q and k of int8 alone");
+      if (scaled != scaled_values) {
+        throw std::invalid_argument("v_scale: missing, as v is of e4m3");
       }
       if (!scaled) return prepare_values<Values::kPlain>(params, wanted);
     }

@@ -4,11 +4,11 @@
 //   p = 2^(s * log2(e) - reference)
 //   o = sum of p * v * v_scale[block]
 //
-// o is kept in units of the v_scale of the last block. Most blocks have the same, so a block with
-// another is treated as one whose rows have outgrown their references.
-// As in softmax.cuh nobody searches for maxima before the exponentials, but a sum of a whole block
-// would leave e4m3 too little of its range. So the largest probability, or sum of four, tells
-// whether the reference is outgrown.
+// (Of values in 16 bits, so are probabilities, and v_scale is 1.) o is kept in units of the v_scale
+// of the last block. Most blocks have the same, so a block with another is treated as one whose
+// rows have outgrown their references. As in softmax.cuh nobody searches for maxima before the
+// exponentials, but a sum of a whole block would leave e4m3 too little of its range. So the largest
+// probability, or sum of four, tells whether the reference is outgrown.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@
 #include "ptx/opaque.h"
 #include "ptx/special_functions.h"
 #include "sm90/dense_tiles.h"
-#include "sm90/e4m3_probabilities.cuh"
 #include "sm90/forward_config.cuh"
+#include "sm90/probabilities.cuh"
 #include "sm90/softmax.cuh"
 
 namespace flash::sm90 {
@@ -66,6 +66,7 @@ __device__ inline int first_scaled_block(const AttentionParams& params, const Se
 }
 
 // Of the block that begins with key n of the sequence.
+template <bool kScaledValues>
 __device__ inline BlockScales block_scales(const QuantisedParams& params, const Sequence& sequence,
                                            const Tile& tile, int n) {
   // (Registers are few in a producer: nothing shall be computed before its loop.)
@@ -74,7 +75,7 @@ __device__ inline BlockScales block_scales(const QuantisedParams& params, const 
   const auto of = [&](const Scales& scales) {
     return scales.data[batch * scales.batch_stride + head * scales.head_stride + block];
   };
-  return {of(params.k_scale), of(params.v_scale)};
+  return {of(params.k_scale), kScaledValues ? of(params.v_scale) : 1.f};
 }
 
 // Of a lane's two rows, and of the block of keys whose scores are computed.
@@ -148,11 +149,11 @@ __device__ Exponents exponents_of(const TileScales<kFull, kScaled>& scales, floa
 // relative: what the exponents are by the references so far
 // again: whether what came before is to be multiplied by something anyway
 // kFirst: nothing came before
-// finish_output(): called when p, which a product may have read so far, is wanted
+// finish_output(): called when p, which a product may have read so far, is wanted, or the output
 // rescale(factors): what came before is to be multiplied by the factors
-template <typename Probabilities, bool kFirst, int kColTiles, typename FinishOutput,
+template <typename Probabilities, bool kFirst, int kSteps, int kColTiles, typename FinishOutput,
           typename Rescale>
-__device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxState<1>& softmax,
+__device__ void quantised_softmax_step(uint32_t (&p)[kSteps][4], SoftmaxState<1>& softmax,
                                        const float (&scores)[1][kColTiles][4],
                                        const Exponents& exponents, Exponents relative, bool again,
                                        FinishOutput finish_output, Rescale rescale) {
@@ -167,9 +168,12 @@ __device__ void quantised_softmax_step(uint32_t (&p)[kColTiles / 4][4], SoftmaxS
   // If one row of the warp has outgrown its reference, those of the others follow their maxima too:
   // they would be next. (Where there is NaN the row is NaN, whatever its reference.)
   if (!kFirst && __any_sync(0xffffffff, found.outgrown() || again)) {
+    if (Probabilities::kTestedFirst) finish_output();
     raise();
     rescale(factors);
     found = Probabilities(scores, relative, [] {});
+  } else if (Probabilities::kTestedFirst) {
+    finish_output();  // (ptxas moves a wait up to the last condition.)
   }
   found.store(p);
   if constexpr (Probabilities::kSummed) {

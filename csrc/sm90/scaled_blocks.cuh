@@ -51,17 +51,15 @@ __host__ __device__ inline int64_t tiles_of_keys(const QuantiseParams& params) {
   return int64_t{1} * params.blocks * params.nheads_kv *
          (params.cu_seqlens_k == nullptr ? params.batch : 1);
 }
-// Of v, k and q.
-__host__ __device__ inline int64_t count_tiles(const QuantiseParams& params) {
+inline int64_t tiles_of_queries(const QuantiseParams& params) {
   const int of_head = (params.seqlen_q + kScaledKeys - 1) / kScaledKeys;
-  return 2 * tiles_of_keys(params) + int64_t{1} * of_head * params.nheads * params.batch_q;
+  return int64_t{1} * of_head * params.nheads * params.batch_q;
 }
 
 // Heads of the same rows are neighbours: memory has them side by side.
-__device__ inline QuantisedRows keys_of_tile(const QuantiseParams& params, int64_t tile) {
-  const int head = static_cast<int>(tile % params.nheads_kv);
-  const int block = static_cast<int>(tile / params.nheads_kv % params.blocks);
-  return keys_of_block(params, static_cast<int>(tile / params.nheads_kv / params.blocks), head,
+__device__ inline QuantisedRows keys_of_tile(const QuantiseParams& params, int tile) {
+  const int block = tile / params.nheads_kv % params.blocks;
+  return keys_of_block(params, tile / params.nheads_kv / params.blocks, tile % params.nheads_kv,
                        block);
 }
 

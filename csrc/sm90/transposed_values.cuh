@@ -8,6 +8,7 @@
 
 #include "params.h"
 #include "ptx/griddepcontrol.h"
+#include "ptx/opaque.h"
 #include "sm90/scaled_blocks.cuh"
 
 namespace flash::sm90 {
@@ -24,12 +25,13 @@ struct TransposedValues {
 
   // What a thread has: up to kItems times four keys, whose places are a word, by eight columns.
   static constexpr int kItems = (kWords * kOctets + kThreads - 1) / kThreads;
-  // Calls function(item, word, first column).
+  // Calls function(item, word, first column). (In a loop, places that are not computed anew would
+  // occupy registers.)
   template <typename Function>
   __device__ static void for_each_item(Function function) {
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      const int i = threadIdx.x + item * kThreads;
+      const int i = ptx::opaque(static_cast<int>(threadIdx.x)) + item * kThreads;
       if (i < kWords * kOctets) function(item, i / kOctets, i % kOctets * 8);
     }
   }

@@ -95,17 +95,14 @@ __device__ void start_multiply_accumulate(float (&d)[kColTiles][4], const uint32
                                           const B& b) {
   start_multiply<T, true>(d, a, b);
 }
-// D = A B_0 + A B_1 + .. or, if `accumulate`, D += that.
-template <typename T, int kColTiles, int kSteps, typename B, int kTerms>
-__device__ void start_multiply_terms(float (&d)[kColTiles][4], const uint32_t (&a)[kSteps][4],
-                                     const B (&b)[kTerms], bool accumulate) {
+template <typename T, int kColTiles, int kSteps, typename B>
+__device__ void start_multiply_or_accumulate(float (&d)[kColTiles][4],
+                                             const uint32_t (&a)[kSteps][4], const B& b,
+                                             bool accumulate) {
   ptx::wgmma_fence();
 #pragma unroll
-  for (int term = 0; term < kTerms; ++term) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      ptx::wgmma<B::kTrans>(d, a[k], b[term].step(k), accumulate || term + k > 0, T());
-    }
+  for (int k = 0; k < kSteps; ++k) {
+    ptx::wgmma<B::kTrans>(d, a[k], b.step(k), accumulate || k > 0, T());
   }
   ptx::wgmma_commit();
 }

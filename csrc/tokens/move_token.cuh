@@ -25,6 +25,14 @@ struct alignas(sizeof(T) * kChannels < 16 ? sizeof(T) * kChannels : 16) Channels
   T x[kChannels];
 };
 
+// Cosines or sines, times `sign`.
+template <typename Table, int kPairs>
+__device__ void read_angles(float (&values)[kPairs], const Table* source, float sign) {
+  const auto row = *reinterpret_cast<const Channels<Table, kPairs>*>(source);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) values[i] = sign * static_cast<float>(row.x[i]);
+}
+
 // Of one token: the rows of the tables for its position, `row` behind that of its sequence's first,
 // or the nearest that there are. cos null: not rotated.
 template <typename Table>
@@ -40,6 +48,13 @@ struct TokenAngles {
         max(min(int64_t{row} + offset, int64_t{rotation.positions} - 1), int64_t{0});
     cos = static_cast<const Table*>(rotation.cos) + position * rotation.pairs;
     sin = static_cast<const Table*>(rotation.sin) + position * rotation.pairs;
+  }
+
+  // Of pairs `unit` * kPairs and following.
+  template <int kPairs>
+  __device__ void read(float (&cos_of)[kPairs], float (&sin_of)[kPairs], int unit) const {
+    read_angles(cos_of, cos + unit * kPairs, 1.f);
+    read_angles(sin_of, sin + unit * kPairs, sign);
   }
 };
 
@@ -146,16 +161,7 @@ __device__ void move_token(const T* source, int64_t source_stride, Target* targe
       }
       // Behind the loads of the token, which take longer; with few heads a thread comes here once.
       float cos[kPairs], sin[kPairs];
-      if (rotated) {
-        using Row = Channels<Table, kPairs>;
-        const Row cos_row = reinterpret_cast<const Row*>(angles.cos)[unit];
-        const Row sin_row = reinterpret_cast<const Row*>(angles.sin)[unit];
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          cos[i] = static_cast<float>(cos_row.x[i]);
-          sin[i] = angles.sign * static_cast<float>(sin_row.x[i]);
-        }
-      }
+      if (rotated) angles.read(cos, sin, unit);
 #pragma unroll
       for (int i = 0; i < kTokenHeads; ++i) {
         const int head = begin + i * block.y;

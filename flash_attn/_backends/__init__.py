@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flash_attn._arguments import Attention, CacheAppend
+from flash_attn._arguments import Attention, CacheAppend, Rotary
 from flash_attn._backends import cuda, tiled
 from flash_attn._backends.merging import merge
 
@@ -126,6 +126,11 @@ def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether a kernel rotates the tokens of ``x``."""
     backend = _of_tokens(x, "rotary")
     return backend is not None and cuda.rotates(x, cos, sin, backend)
+
+
+def rotates_inside(problem: Attention, rotary: Rotary) -> bool:
+    """Whether the pass that quantises q and k of a dense problem rotates them too."""
+    return choose(problem) != "tiled" and cuda.rotates_inside(problem, rotary)
 
 
 def _of_tokens(x: Tensor, operation: str) -> str | None:

@@ -19,6 +19,7 @@ from flash_attn._arguments import (
     CacheAppend,
     Options,
     Place,
+    Rotary,
 )
 from flash_attn._backends import tiled
 
@@ -480,19 +481,33 @@ def quantised(a: Attention, backend: str) -> Prepared:
 
     blocks = _scaled_blocks(a)
     of_keys = (a.nheads_kv,) if a.is_varlen else (a.batch, a.nheads_kv)
-    v_shape = *of_keys, a.headdim_v, blocks * SCALE_BLOCK
     results = {
-        "v_out": a.v.new_empty(v_shape, dtype=FP8),
         "q_out": a.q.new_empty(*a.q.shape[:-1], headdim, dtype=dtype),
         "k_out": a.k.new_empty(*a.k.shape[:-1], headdim, dtype=dtype),
         "q_scale": a.q.new_empty(a.lse_shape, dtype=torch.float32),
+        "k_scale": a.q.new_empty(*of_keys, blocks, dtype=torch.float32),
     }
-    for name in ("k_scale", "v_scale"):
-        results[name] = a.q.new_empty(*of_keys, blocks, dtype=torch.float32)
-    if FP8_LEVELS[a.fp8_level - 1] == "accurate":
-        results["v_low"] = torch.empty_like(results["v_out"])
-    given = {"v": a.v, "cu_seqlens_k": _contiguous(a.cu_seqlens_k), "q": a.q, "k": a.k}
-    return _launch(first, given, results, {})
+    given = {"q": a.q, "k": a.k, "cu_seqlens_k": _contiguous(a.cu_seqlens_k)}
+    numbers: dict[str, float] = {}
+    if FP8_LEVELS[a.fp8_level - 1] != "accurate":
+        given["v"] = a.v
+        results["v_out"] = a.v.new_empty(*of_keys, a.headdim_v, blocks * SCALE_BLOCK, dtype=FP8)
+        results["v_scale"] = torch.empty_like(results["k_scale"])
+    if a.rotary is not None:
+        given |= {"rotary_cos": a.rotary.cos, "rotary_sin": a.rotary.sin}
+        numbers["interleaved"] = a.rotary.interleaved
+    return _launch(first, given, results, numbers)
+
+
+def rotates_inside(problem: Attention, rotary: Rotary) -> bool:
+    """Whether the pass of a dense problem has this rotary embedding."""
+    cos, sin = rotary.cos, rotary.sin
+    return (
+        cos.shape[1] % 8 == 0
+        and cos.numel() > 0
+        and cos.dtype == sin.dtype == problem.q.dtype
+        and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (cos, sin))
+    )
 
 
 def _scaled_blocks(problem: Attention) -> int:

@@ -3,8 +3,8 @@
 q and k are rotated by a random orthogonal matrix, which spreads outliers over all columns and
 leaves their products as they are (Ashkboos et al., "QuaRot", 2024; Shah et al.,
 "FlashAttention-3", 2024), then rounded to int8 or e4m3: q with a scale for each row, k with one for
-each block of SCALE_BLOCK keys. v becomes e4m3 with a power of two for each block, or the sum of two
-such terms. Every scale comes from the rows that it belongs to: one pass over the inputs is enough.
+each block of SCALE_BLOCK keys. v stays as it is, or becomes e4m3 with a power of two for each
+block. Every scale comes from the rows that it belongs to: one pass over the inputs is enough.
 e4m3 has a wide range, so that few scales of v are enough and most blocks have the same: where one
 differs from the last, a kernel multiplies its sums by the quotient.
 """
@@ -19,7 +19,7 @@ from flash_attn._arguments import FP8, FP8_LEVELS, SCALE_BLOCK, Attention, Scale
 
 HEADDIMS = (64, 96, 128, 192, 256)  # that q and k are rotated in, zeros behind their columns
 LEAST_V_EXPONENT = -48  # of v_scale: sums in units of a smaller one could overflow
-V_EXPONENT_STEP = 12, 6  # exponents of v_scale are multiples of it: of one term, of two
+V_EXPONENT_STEP = 12  # exponents of v_scale are multiples of it
 
 # Bits of the fraction of pi, that of column i in bit i % 32 of word i // 32: 1 is the sign -1.
 _SIGNS = (
@@ -37,17 +37,19 @@ _SIGNS = (
 def quantised(a: Attention) -> Attention:
     """Return the problem with q, k and v quantised, as its ``fp8_level`` says.
 
-    In int8 Q K^T is several times as exact as in e4m3, at the same rate; the second term of V makes
-    P V as exact, for half as many products again.
+    In int8 Q K^T is several times as exact as in e4m3, at the same rate. At level ``accurate`` v
+    stays in 16 bits, so that P V has the error and the rate of 16 bits.
     """
     level = FP8_LEVELS[a.fp8_level - 1]
     dtype = FP8 if level == "fast" else torch.int8
     headdim = next(x for x in HEADDIMS if x >= a.headdim)
-    q, k, v = _rotated(a.q, headdim), _rotated(a.k, headdim), a.v.float()
+    q, k = _rotated(a.q, headdim), _rotated(a.k, headdim)
     block, count = _blocks_of_keys(a)
-    if a.is_varlen:  # NaN in the rows of no sequence is no maximum
-        k, v = (x.masked_fill((block < 0)[..., None, None], 0.0) for x in (k, v))
-    block = block.clamp(min=0)
+    outside, block = (block < 0)[..., None, None], block.clamp(min=0)
+
+    def largest(x: Tensor) -> Tensor:
+        """Of each block; NaN in the rows of no sequence is no maximum."""
+        return largest_of(x.masked_fill(outside, 0.0) if a.is_varlen else x, block, count)
 
     def of_blocks(scale: Tensor) -> Tensor:
         """(count, nheads_kv) as ``Scales`` has them."""
@@ -56,17 +58,16 @@ def quantised(a: Attention) -> Attention:
         )
 
     q_scale = step(q.abs().amax(-1), dtype)
-    k_scale = step(largest_of(k, block, count), dtype)
-    two_terms = level == "accurate"
-    v_scale = _power_of_two(largest_of(v, block, count), V_EXPONENT_STEP[two_terms])
-    v = v / v_scale[block][..., None]
-    v_high = to_fp8(v)
-    v_low = to_fp8(v - v_high.float()) if two_terms else None
-    scales = Scales(q_scale.mT, of_blocks(k_scale), of_blocks(v_scale), v_low, a.q.dtype)
+    k_scale = step(largest(k), dtype)
+    v, v_scale = a.v, None
+    if level != "accurate":
+        power = _power_of_two(largest(v.float()))
+        v, v_scale = to_fp8(v.float() / power[block][..., None]), of_blocks(power)
+    scales = Scales(q_scale.mT, of_blocks(k_scale), v_scale, a.q.dtype)
     return a._replace(
         q=_rounded(q / q_scale[..., None], dtype),
         k=_rounded(k / k_scale[block][..., None], dtype),
-        v=v_high,
+        v=v,
         sizes=a.sizes._replace(headdim=headdim),
         options=replace(a.options, softmax_scale=a.softmax_scale),
         fp8_level=0,
@@ -125,11 +126,11 @@ def step(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (largest / most).masked_fill(largest == 0, 1.0)
 
 
-def _power_of_two(largest: Tensor, exponent_step: int) -> Tensor:
-    """The least power of 2^exponent_step times which e4m3 reaches ``largest``; of 0 it is 1."""
+def _power_of_two(largest: Tensor) -> Tensor:
+    """The least power of 2^V_EXPONENT_STEP times which e4m3 reaches ``largest``; of 0 it is 1."""
     bits = (largest / torch.finfo(FP8).max).view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) > 0).int() - 127  # rounded up
-    exponent = (-(-exponent // exponent_step) * exponent_step).clamp(LEAST_V_EXPONENT, 120)
+    exponent = (-(-exponent // V_EXPONENT_STEP) * V_EXPONENT_STEP).clamp(LEAST_V_EXPONENT, 120)
     power = (exponent + 127 << 23).view(torch.float32) + 0 * largest  # not finite: NaN
     return power.masked_fill(largest == 0, 1.0)
 

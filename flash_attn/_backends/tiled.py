@@ -128,7 +128,7 @@ LINEAR_HEADDIM = 128  # the largest with linear probabilities
 
 
 class _Probabilities(NamedTuple):
-    """P in e4m3 times ``scale``, and the numbers that the row sum adds."""
+    """P as an operand, times ``scale``, and the numbers that the row sum adds."""
 
     scale: float
     encoded: Callable[[Tensor], Tensor]  # of exponents of 2, at most 0
@@ -136,13 +136,13 @@ class _Probabilities(NamedTuple):
 
 
 def _probabilities(a: Attention) -> _Probabilities:
-    """Rounded, or linear where that is faster in a kernel.
+    """Of the dtype of v: rounded, or in e4m3 linear where that is faster in a kernel.
 
-    The row sum adds what is encoded of linear ones, since nothing else is computed. That would be
-    too inexact beside two terms of V.
+    The row sum adds what is encoded of linear ones, since nothing else is computed.
     """
-    two_terms = a.scales is not None and a.scales.v_low is not None
-    if two_terms or max(a.headdim, a.headdim_v) > LINEAR_HEADDIM:
+    if a.v.dtype != FP8:
+        return _Probabilities(1.0, lambda x: x.exp2().to(a.v.dtype).float(), torch.exp2)
+    if max(a.headdim, a.headdim_v) > LINEAR_HEADDIM:
         scale = 2.0**8  # makes the most of e4m3, which ends at 448
         return _Probabilities(scale, lambda x: to_fp8(x.exp2() * scale).float(), torch.exp2)
     scale = 2.0**6
@@ -162,7 +162,7 @@ def _linear(exponent: Tensor) -> Tensor:
 
 
 def _attend_in_fp8(a: Attention) -> tuple[Tensor, Tensor]:
-    """The same with operands of 8 bits: P, too, is in e4m3. Exponents are of 2.
+    """The same with operands of 8 bits: P, too, is in e4m3, as V is. Exponents are of 2.
 
     The attention sink joins last, as no reference.
     """
@@ -181,9 +181,8 @@ def _attend_in_fp8(a: Attention) -> tuple[Tensor, Tensor]:
             k, v = keys.read(a.k, cols, a.k_descale), keys.read(a.v, cols)
             if a.scales is not None:
                 k = k * _scales_of_keys(a, a.scales.k, cols)
-                if a.scales.v_low is not None:
-                    v = v + keys.read(a.scales.v_low, cols)
-                v = v * _scales_of_keys(a, a.scales.v, cols)
+                if a.scales.v is not None:
+                    v = v * _scales_of_keys(a, a.scales.v, cols)
             exponent = _scores(a, queries, keys, q, k, rows, cols).masked * LOG2_E
             new_reference = torch.maximum(reference, exponent.amax(-1, keepdim=True))
             finite = _finite(new_reference)

@@ -37,7 +37,7 @@ __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
   return __floats2half2_rn(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
 }
 
-#include "sm90/e4m3_probabilities.cuh"
+#include "sm90/probabilities.cuh"
 #include "sm90/rotation.cuh"
 #include "sm90/scaled_blocks.cuh"
 #include "sm90/warpgroup_matmul.cuh"

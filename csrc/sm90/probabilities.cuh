@@ -1,16 +1,19 @@
-// From scores to probabilities in e4m3, as an operand of the second product.
+// From scores of operands in 8 bits to probabilities, as an operand of the second product.
 #pragma once
 
 #include <cuda_fp16.h>
 
 #include <cfloat>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/pack.h"
 #include "common/softmax.h"
 #include "ptx/cvt.h"
+#include "ptx/opaque.h"
 #include "ptx/special_functions.h"
 #include "ptx/wgmma.h"
+#include "sm90/softmax.cuh"
 
 namespace flash::sm90 {
 
@@ -54,16 +57,73 @@ __device__ void for_each_four(const float (&accumulators)[1][kColTiles][4], Enco
 
 constexpr float kLargestE4m3 = 448.f;
 
-// P = exp(S) relative to the rows' references, times 2^kBits, in two ways. Both say whether a row
+// P = exp(S) relative to the rows' references, times 2^kBits, in three ways. All say whether a row
 // has outgrown its reference. P V of the block before may still read P: finish_output(), which
 // waits for its end, is called before P is written.
+
+// Rounded to the 16 bits of T, as softmax.cuh has them.
+// kBesideOutput: they are computed and tested before finish_output(); else it has been called
+template <typename T, int kColTiles, bool kBesideOutput_>
+struct WideProbabilities {
+  static constexpr int kBits = 0, kAhead = 0;
+  static constexpr bool kBesideOutput = kBesideOutput_, kTestedFirst = kBesideOutput;
+  static constexpr bool kSummed = true;
+  float sums[2];
+
+  __device__ static Exponents relative(const Exponents& exponents, const SoftmaxState<1>& softmax) {
+    return exponents.relative_to(softmax, 1.f, 0.f);
+  }
+
+  template <typename FinishOutput>
+  __device__ WideProbabilities(const float (&scores)[1][kColTiles][4], const Exponents& relative,
+                               FinishOutput)
+      : sums{} {
+#pragma unroll
+    for (int n = 0; n < kColTiles / 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i % 2;
+        const float* const pair = &scores[0][2 * n + i / 2][2 * r];
+        const float low = ptx::ex2(relative.of(pair[0], r)),
+                    high = ptx::ex2(relative.of(pair[1], r));
+        sums[r] += low;
+        sums[r] += high;
+        p_[n][i] = pack(low, high, T());
+      }
+    }
+  }
+
+  // (NaN too.)
+  __device__ bool outgrown() const { return !(sums[0] <= kLargestSum && sums[1] <= kLargestSum); }
+
+  // (A mere copy would be left out, and p written before finish_output().)
+  __device__ void store(uint32_t (&p)[kColTiles / 2][4]) const {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const uint32_t one = ptx::opaque(std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u);
+#pragma unroll
+    for (int n = 0; n < kColTiles / 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kBesideOutput) {
+          reinterpret_cast<Pair&>(p[n][i]) =
+              __hmul2(reinterpret_cast<const Pair&>(p_[n][i]), reinterpret_cast<const Pair&>(one));
+        } else {
+          p[n][i] = p_[n][i];
+        }
+      }
+    }
+  }
+
+ private:
+  uint32_t p_[kColTiles / 2][4];
+};
 
 // Rounded to the nearest e4m3. The rows sum the powers before they are rounded.
 // kAhead: registers of P whose powers are computed before finish_output()
 template <int kColTiles, int kBits_, int kAhead_>
 struct RoundedProbabilities {
   static constexpr int kBits = kBits_, kAhead = kAhead_;
-  static constexpr bool kBesideOutput = kAhead > 0;
+  static constexpr bool kBesideOutput = kAhead > 0, kTestedFirst = false;
   static constexpr bool kSummed = true;  // or products with ones do it
   float sums[2];                         // of this lane's, times 2^kBits
 
@@ -129,7 +189,7 @@ struct RoundedProbabilities {
 template <int kColTiles, bool kBesideOutput_>
 struct LinearProbabilities {
   static constexpr int kBits = 6, kAhead = 0;
-  static constexpr bool kBesideOutput = kBesideOutput_;
+  static constexpr bool kBesideOutput = kBesideOutput_, kTestedFirst = false;
   static constexpr bool kSummed = false;
 
   __device__ static Exponents relative(const Exponents& exponents, const SoftmaxState<1>& softmax) {
