@@ -50,13 +50,18 @@ void run_lanes(int count, Function function) {
 inline size_t __cvta_generic_to_shared(const void* pointer) {
   return static_cast<const unsigned char*>(pointer) - shared_memory;
 }
-inline float __shfl_xor_sync(unsigned, float x, int distance) {
-  static float all[32];
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane) {
+  static T all[32];
   all[this_lane] = x;
   meet();
-  const float theirs = all[this_lane ^ distance];
+  const T theirs = all[lane];
   meet();
   return theirs;
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T x, int distance) {
+  return __shfl_sync(mask, x, this_lane ^ distance);
 }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   const uint64_t bytes = uint64_t{y} << 32 | x;
