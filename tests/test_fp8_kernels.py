@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -441,9 +441,13 @@ def test_leftover_tiles_on_kernels(on_kernels, headdim, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [1, 3, 8, 32])
-def test_groups_on_kernels(on_kernels, group, kind):
+@pytest.mark.parametrize("headdim", [128, 256])
+def test_groups_on_kernels(on_kernels, headdim, group, kind):
+    """A wide output leaves in boxes of a warp's rows, if whole groups fill them."""
+    sizes = {"nheads": 2 * group, "nheads_kv": 2, "headdim": headdim, "device": on_kernels}
     for seqlen_q in (1, 5, 130):
-        check(dense(2, seqlen_q, 300, 2 * group, 2, 128, device=on_kernels, causal=True), kind)
+        check(dense(2, seqlen_q, 300, **sizes, causal=True), kind)
+        check(varlen([seqlen_q, 37], [300, 37], **sizes, causal=True), kind)
 
 
 @pytest.mark.gpu
@@ -530,21 +534,52 @@ def test_no_operation_of_pytorch(on_kernels, passes, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_runs_are_alike_on_kernels(on_kernels, kind):
-    """Bit for bit, also from a CUDA graph."""
-    q, k, v = (randn(2, 300, 4, 128, device=on_kernels) for _ in "qkv")
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_runs_are_alike_on_kernels(on_kernels, headdim, heads, kind):
+    """Bit for bit, also from a CUDA graph, and whatever an earlier launch has left in rows of tiles
+    that three heads do not fill."""
+    q = randn(2, 300, heads[0], headdim, device=on_kernels)
+    k, v = (randn(2, 300, heads[1], headdim, device=on_kernels) for _ in "kv")
 
-    def run() -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if kind == "e4m3":
             return flash_attn_func(q.to(FP8), k.to(FP8), v.to(FP8), causal=True)
         return flash_attn_fp8_func(q.bfloat16(), k.bfloat16(), v.bfloat16(), level=kind)
 
+    def run() -> Tensor:
+        return attend(q, k, v)
+
     expected = run()
-    assert all(torch.equal(run(), expected) for _ in range(5))
+    for size in (1.0, 30.0, 400.0):
+        attend(*(size * randn(4, 300, 8, headdim, device=on_kernels) for _ in "qkv"))
+        assert torch.equal(run(), expected)
     graph, result = captured(run)
     result.zero_()
     graph.replay()
     assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_packed_sequences_do_not_meet(on_kernels, headdim, level):
+    """A sequence has the bits that it has alone, also where its last tile has rows of the next."""
+    lengths = [300, 77, 150]
+    q = randn(sum(lengths), 6, headdim, device=on_kernels).bfloat16()
+    k, v = (randn(sum(lengths), 2, headdim, device=on_kernels).bfloat16() for _ in "kv")
+
+    def attend(rows: slice, lengths: list[int], size: float = 1.0) -> Tensor:
+        cu_seqlens = int32([0, *accumulate(lengths)], on_kernels)
+        bounds = (cu_seqlens, cu_seqlens, max(lengths), max(lengths))
+        mine = q[rows].clone()
+        mine[lengths[0] :] *= size
+        return flash_attn_fp8_varlen_func(mine, k[rows], v[rows], *bounds, causal=True, level=level)
+
+    with cuda.changed_setting("num_splits", 1):
+        alone = attend(slice(0, 300), [300])
+        for size in (1.0, 50.0):
+            assert torch.equal(attend(slice(None), lengths, size)[:300], alone)
 
 
 @pytest.mark.gpu

@@ -68,7 +68,7 @@ struct BackwardConfig {
     Pipeline<kDsStages> ds_pipeline;
     Pipeline<kDqStages, kDqFullBarriers> dq_pipeline;
     uint64_t tail_full;  // a block whose rows past the sequence are cleared first
-    TilePipeline tiles;
+    TilePipeline<Tile> tiles;
     StepBoard<kStepSlots> steps;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);

@@ -61,7 +61,7 @@ __device__ void produce(BackwardProducer<Config> producer) {
   const int lane = producer.lane;
   TileScheduler scheduler(params.counters, schedule, KeyTiles<kBlockN>{params}, blockIdx.x,
                           gridDim.x, lane);
-  TilePipeline::State tile_state;
+  TilePipeline<Tile>::State tile_state;
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<Config::kStages> state;
   for (;; scheduler.next()) {
@@ -128,7 +128,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   const int dq_half = Config::kDividesDqRows ? warpgroup : 0;
   const int dq_col = Config::kDividesDqRows ? 0 : warpgroup * Config::kDqCols;
 
-  TilePipeline::State tile_state;
+  TilePipeline<Tile>::State tile_state;
   PipelineState<Config::kKvStages> kv_state;
   uint32_t step_count = 0;
   for (;;) {

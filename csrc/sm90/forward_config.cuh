@@ -11,6 +11,7 @@
 #include "sm90/probabilities.cuh"
 #include "sm90/split.cuh"
 #include "sm90/tile_layout.cuh"
+#include "sm90/tile_range.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
@@ -59,6 +60,9 @@ struct ForwardConfig {
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
   static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? 32 : 40;
   static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : 232;
+  // Whether a row of Q that is no query's has a say in when the references of a warp's other rows
+  // rise: its scale is 0, if rows have any, but e4m3 has NaN.
+  static constexpr bool kSpareRowsCount = std::is_same_v<T, __nv_fp8_e4m3>;
   // Beside long products exponentials cost nothing.
   static constexpr bool kLinear = kQuantisedValues && kHeadDimV <= 128;
   // The less, the further a reference may lag: faster. The more, the more exact is a probability
@@ -91,8 +95,21 @@ struct ForwardConfig {
   static constexpr int kValueTile =
       kQuantisedValues ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
 
+  using Range = TileRange<kBlockN, kFeatures == FeatureSet::kFull, kDivided || !kQuantised>;
+  // What the scheduler sends. Where operands have 16 bits each warp finds the range, as their main
+  // loop would be slower; a part of a tile is the only one of its thread block.
+  using Sent = std::conditional_t<kQuantised && !kDivided, RangedTile<Range>, Tile>;
+
+  // A wide output goes through shared memory: TMA stores it beside the next tile.
+  static constexpr bool kStagedOutput = kQuantisedValues && kHeadDimV > 128 && !kDivided;
+
   struct Nothing {};
-  using LongSums = uint32_t[kConsumerWarps][kHeadDimV / 8][kSumWords][32];  // long_sum.cuh
+  // Of a consumer warp: sums (long_sum.cuh), and in the end its output.
+  union alignas(1024) WarpStage {
+    uint32_t sums[kHeadDimV / 8][kSumWords][32];
+    std::conditional_t<kStagedOutput, Out[kTileSize<Out, kWarpRows, kHeadDimV>], Nothing> out;
+  };
+  using WarpStages = std::conditional_t<kQuantisedValues, WarpStage[kConsumerWarps], Nothing>;
   using Part = std::conditional_t<kDivided, TilePart<kBlockM, kHeadDimV>, Nothing>;
 
   struct Storage {  // of a stream
@@ -101,7 +118,7 @@ struct ForwardConfig {
         alignas(1024) T q[kQStages][kTileSize<T, kBlockM, kHeadDim>];
         alignas(1024) T k[kStages][kTileSize<T, kBlockN, kHeadDim>];
         alignas(1024) V v[kStages][kValueTile];
-        alignas(16) std::conditional_t<kQuantisedValues, LongSums, Nothing> sums;
+        WarpStages warp_stages;
       };
       Part part;  // in the end
     };
@@ -109,7 +126,7 @@ struct ForwardConfig {
     Pipeline<kStages> k_pipeline;
     Pipeline<kStages> v_pipeline;
     uint64_t tail_full;  // the last block of V, whose rows past the sequence are cleared first
-    TilePipeline tiles;
+    TilePipeline<Sent> tiles;
     uint64_t tile_wanted;  // of one stream: all of the last tile's keys are on their way
   };
   struct QuantisedStorage : Storage {

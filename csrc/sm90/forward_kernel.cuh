@@ -6,9 +6,9 @@
 //   producers  two warps: have TMA load Q of the tile and its blocks of keys, and those of values
 //   consumers  two or three warpgroups: own 64 queries each, scores and output in registers
 //
-// The causal or window mask: TileRange takes the blocks of keys that some query sees, `mask_scores`
-// in `consume` hides the single keys (common/mask.h). Blocks are taken from the last to the first;
-// with ALiBi they start at the diagonal (key_blocks.cuh).
+// The causal or window mask: TileRange (tile_range.cuh) takes the blocks of keys that some query
+// sees, `mask_scores` in `consume` hides the single keys (common/mask.h). Blocks are taken from the
+// last to the first; with ALiBi they start at the diagonal (key_blocks.cuh).
 // Where a tile needs few registers, a thread block works on two streams of tiles
 // (forward_tile.h). Each has its own consumers, and one warp that schedules and loads.
 // A warp that would be idle clears the rows of no sequence.
@@ -85,14 +85,18 @@ __device__ void distribute_tiles(const ForwardParams& params, const ForwardSched
                                  typename Config::SharedStorage& shared, int lane) {
   TileScheduler scheduler(params.counters, schedule, QueryBlocks{params, schedule},
                           first_ticket<Config>(schedule, 0), gridDim.x, lane);
-  TilePipeline::State tile_state;
+  TileState<Config> tile_state;
   PipelineState<1> wanted_state;
   const auto draw = [&] {
     draw_next<Config>(scheduler);
     return scheduler.tile();
   };
   for (Tile tile = scheduler.tile();;) {
-    shared.tiles.send(tile, tile_state, lane);
+    if constexpr (std::is_same_v<typename Config::Sent, Tile>) {
+      shared.tiles.send(tile, tile_state, lane);
+    } else {
+      shared.tiles.send(tile_state, lane, [&](auto& slot) { slot.set(params, schedule, tile); });
+    }
     if (tile.batch < 0) return;
     if (schedule.draw_early) tile = draw();
     // There is room for the next tile's keys: whoever is done first shall have it.
@@ -196,11 +200,11 @@ template <typename Config>
 __device__ void produce_keys(Producer<Config> producer) {
   auto& shared = producer.shared;
   const int lane = producer.lane;
-  TilePipeline::State tile_state;
+  TileState<Config> tile_state;
   for (;;) {
-    const Tile tile = shared.tiles.receive(tile_state, lane);
+    const typename Config::Sent tile = shared.tiles.receive(tile_state, lane);
     if (tile.batch < 0) break;
-    const TileRange<Config> range(producer.params, producer.schedule, tile);
+    const auto range = range_of<Config>(producer.params, producer.schedule, tile);
     ptx::wait_for_earlier_kernels();
     if (range.blocks.empty()) arrive_of_warp(shared.tile_wanted, lane);
     range.blocks.for_each([&](const auto& block) {
@@ -214,11 +218,11 @@ __device__ void produce_keys(Producer<Config> producer) {
 // Loads the values of the same blocks.
 template <typename Config>
 __device__ void produce_values(Producer<Config> producer) {
-  TilePipeline::State tile_state;
+  TileState<Config> tile_state;
   for (;;) {
-    const Tile tile = producer.shared.tiles.receive(tile_state, producer.lane);
+    const typename Config::Sent tile = producer.shared.tiles.receive(tile_state, producer.lane);
     if (tile.batch < 0) break;
-    const TileRange<Config> range(producer.params, producer.schedule, tile);
+    const auto range = range_of<Config>(producer.params, producer.schedule, tile);
     ptx::wait_for_earlier_kernels();
     range.blocks.for_each(
         [&](const auto& block) { producer.load_v(tile, range.sequence, block.key()); });
@@ -231,12 +235,12 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
   TileScheduler scheduler(
       producer.params.counters, producer.schedule, QueryBlocks{producer.params, producer.schedule},
       first_ticket<Config>(producer.schedule, stream), Config::kStreams * gridDim.x, producer.lane);
-  TilePipeline::State tile_state;
+  TileState<Config> tile_state;
   for (;; draw_next<Config>(scheduler)) {
     const Tile tile = scheduler.tile();
     producer.shared.tiles.send(tile, tile_state, producer.lane);
     if (tile.batch < 0) return;
-    const TileRange<Config> range(producer.params, producer.schedule, tile);
+    const typename Config::Range range(producer.params, producer.schedule, tile);
     ptx::wait_for_earlier_kernels();
     range.blocks.for_each([&](const auto& block) {
       producer.load_k(tile, range.sequence, block.key());
@@ -273,7 +277,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   for (;;) {
     const Tile tile = consumer.receive_tile();
     if (tile.batch < 0) break;
-    const TileRange<Config> range(params, schedule, tile);
+    const typename Config::Range range(params, schedule, tile);
     // Of the warpgroup's queries, one sees keys up to seen_end, all see all_begin .. all_end - 1.
     const bool has_queries = warp_uniform(range.m_begin + first_query) < range.m_end;
     const int first = range.position + first_query, last = range.position + last_query;
@@ -394,6 +398,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);
     ptx::prefetch_tensor_map(&maps.v);
+    if constexpr (Config::kStagedOutput) ptx::prefetch_tensor_map(&maps.out);
   }
   if (threadIdx.x < Config::kStreams) {
     auto& shared = shared_of_stream[threadIdx.x];
@@ -408,6 +413,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if constexpr (Config::kQuantised && Config::kLinear) {
     fill_ones<Config>(shared_of_stream[0]);
   }
+  if constexpr (Config::kSpareRowsCount) clear_spare_rows<Config>(shared_of_stream[0], schedule);
   __syncthreads();
   // The earlier kernels of the stream may still run. Each warp waits for their end as late as it
   // can: where it first reads or writes device memory.
@@ -419,7 +425,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     auto& shared = shared_of_stream[warp / kConsumerWarps];
     const int warpgroup = warp % kConsumerWarps / 4;
     if constexpr (Config::kQuantised) {
-      consume_quantised<Config>(params, schedule, scale_log2, shared, warpgroup);
+      consume_quantised<Config>(params, maps, schedule, scale_log2, shared, warpgroup);
     } else {
       consume<Config>(params, schedule, scale_log2, shared, warpgroup);
     }

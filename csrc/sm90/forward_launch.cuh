@@ -83,6 +83,7 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole) {
                         params.block_table != nullptr;
   schedule.lengths_on_device = schedule.clear_tail || params.cu_seqlens_q != nullptr ||
                                params.leftpad_k != nullptr || params.cache_batch_idx != nullptr;
+  schedule.boxes_out = kWarpRows % schedule.group == 0;
   return schedule;
 }
 
@@ -109,6 +110,16 @@ ForwardMaps make_maps(const typename Config::Params& params, const ForwardSchedu
                                     {rows_q, q.row_stride, schedule.rows},
                                     {params.nheads_kv, q.head_stride * group, 1},
                                     {batch_q, q.batch_stride, 1}});
+  if constexpr (Config::kStagedOutput) {
+    const Operand& out = params.out;
+    const int box_heads = schedule.boxes_out ? schedule.group : 1;
+    maps.out =
+        encode_tensor_map<typename Config::Out, 4>(out.data, params.headdim_v,
+                                                   {{group, out.head_stride, box_heads},
+                                                    {rows_q, out.row_stride, kWarpRows / box_heads},
+                                                    {params.nheads_kv, out.head_stride * group, 1},
+                                                    {batch_q, out.batch_stride, 1}});
+  }
   maps.k = keys(T(), params.k, params.headdim);
   const Operand& v = params.v;
   if constexpr (Config::kQuantisedValues) {
@@ -177,6 +188,7 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
     replace_address(maps.q, bound.q.data);
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
+    if constexpr (Config::kStagedOutput) replace_address(maps.out, bound.out.data);
     constexpr char kCall[] = "launch of the sm90 forward kernel";
     if constexpr (Config::kDivided) {
       launch(std::array{overlapping(), in_clusters(dim3(splits))}, kKernel, grid, Config::kThreads,

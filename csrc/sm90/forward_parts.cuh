@@ -21,6 +21,7 @@
 #include "sm90/split.cuh"
 #include "sm90/store.cuh"
 #include "sm90/tile_layout.cuh"
+#include "sm90/tile_range.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
@@ -31,56 +32,27 @@ enum NamedBarrier { kMerge = 1, kTurn };
 
 // Boxes have kBoxCols<T> columns; outside the tensors they read zeros.
 struct ForwardMaps {
-  CUtensorMap q;  // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
-  CUtensorMap k;  // (slots, nheads_kv, rows, headdim), box: key_box_rows
-  CUtensorMap v;  // (slots, nheads_kv, rows, headdim_v); quantised: (batch, nheads_kv, headdim_v,
-                  // places of keys), box: a block of keys
+  CUtensorMap q;    // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
+  CUtensorMap k;    // (slots, nheads_kv, rows, headdim), box: key_box_rows
+  CUtensorMap v;    // (slots, nheads_kv, rows, headdim_v); quantised: (batch, nheads_kv, headdim_v,
+                    // places of keys), box: a block of keys
+  CUtensorMap out;  // like q, if the output is staged; box: the rows of a warp
 };
 
-// The rows of a tile: `rows` queries of `group` heads each, heads fastest.
-struct TileRows {
-  int rows;
-  int group;                  // 1, or all query heads that read the same keys
-  unsigned group_reciprocal;  // row * this >> 16 = row / group
-
-  // Of a row: its query, from the tile's first on, and its head, if the tile's first is `head`.
-  __device__ int query_of(int row) const { return static_cast<int>(row * group_reciprocal >> 16); }
-  __device__ int head_of(int head, int row) const { return (head - query_of(row)) * group + row; }
-};
-
-// What the host decides about a launch.
-struct ForwardSchedule : TileRows, TileSchedule {
-  int key_box_rows;        // keys that one box of TMA holds; divides kBlockN
-  bool draw_early;         // with one stream: the next tile is drawn before it is wanted
-  bool clear_tail;         // there may be anything but zeros behind a sequence's last value
-  bool lengths_on_device;  // to know a tile's keys, device memory is read
-};
-
-// One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some, or
-// a part of those.
 template <typename Config>
-struct TileRange {
-  static constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
+using TileState = typename TilePipeline<typename Config::Sent>::State;
 
-  Sequence sequence;
-  int m_begin, m_end;
-  int position, last_position;  // of queries m_begin and m_end - 1 among the keys
-  Mask mask;                    // of positions: its shift is 0
-  KeyBlocks<Config::kBlockN, kFull> blocks;
-
-  __device__ TileRange(const ForwardParams& params, const ForwardSchedule& schedule,
-                       const Tile& tile)
-      : sequence(params, tile.batch),
-        m_begin(tile.block * schedule.rows),
-        m_end(min(m_begin + schedule.rows, sequence.seqlen_q)),
-        position(m_begin + sequence.seqlen_k - sequence.seqlen_q),
-        last_position(position + m_end - m_begin - 1),
-        mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
-        blocks(mask.first_key(position), mask.end_key(last_position), tile.part, schedule.splits) {
-    // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
-    if (kFull && params.alibi_slopes != nullptr) blocks.start_at(last_position);
-  }
-};
+// What is known of a tile that has been sent.
+template <typename Config>
+__device__ typename Config::Range range_of(const ForwardParams& params,
+                                           const ForwardSchedule& schedule, const Tile& sent) {
+  return {params, schedule, sent};
+}
+template <typename Config>
+__device__ const typename Config::Range& range_of(const ForwardParams&, const ForwardSchedule&,
+                                                  const RangedTile<typename Config::Range>& sent) {
+  return sent.range;
+}
 
 // Turns of the consumer warpgroups of a tile. Whoever holds its turn issues matmuls while the
 // others are at their softmax. Two streams mix by themselves.
@@ -116,9 +88,18 @@ struct Consumer {
   const int warpgroup, lane;
   KvState kv_state;
   PipelineState<Config::kQStages> q_state;
-  TilePipeline::State tile_state;
+  TileState<Config> tile_state;
 
   __device__ Tile receive_tile() { return shared.tiles.receive(tile_state, lane); }
+  // The same, but it stays in shared memory, at tile(), until it is released.
+  __device__ const typename Config::Sent& look_at_tile() { return shared.tiles.look(tile_state); }
+  __device__ const typename Config::Sent& tile() const {
+    return shared.tiles.slots[warp_uniform(tile_state.stage())];
+  }
+  __device__ void release_tile() {
+    shared.tiles.release(tile_state, lane);
+    tile_state.advance();
+  }
 
   __device__ void wait_for_q() { shared.q_pipeline.wait_full(q_state); }
   __device__ void wait_for_k(KvState k) { shared.k_pipeline.wait_full(k); }
@@ -189,7 +170,7 @@ struct Consumer {
 };
 
 // The end of a tile for the two rows, `first_row` and `first_row + 8`, of which a lane holds some
-// elements.
+// elements. (Where operands have 8 bits: quantised_epilogue.cuh.)
 template <typename Config>
 struct Epilogue {
   using Out = typename Config::Out;
@@ -204,18 +185,7 @@ struct Epilogue {
     const Sequence sequence(params, ptx::opaque(tile.batch));
     const int m_begin = ptx::opaque(tile.block) * tile_rows.rows;
     float lse[2];
-    if constexpr (Config::kQuantised) {
-      float sinks[2] = {-INFINITY, -INFINITY};
-      if (params.s_aux != nullptr) {
-        sinks[0] = params.s_aux[tile_rows.head_of(tile.head, first_row)];
-        sinks[1] = params.s_aux[tile_rows.head_of(tile.head, first_row + 8)];
-      }
-      const float descale =
-          descale_of(params.v_descale, ptx::opaque(tile.batch), ptx::opaque(tile.head_kv));
-      finish_quantised_rows(softmax, sinks, scale * descale, factors, lse, lane % 4 == 0);
-    } else {
-      finish_rows(softmax, scale, factors, lse, WarpTeam());
-    }
+    finish_rows(softmax, scale, factors, lse, WarpTeam());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8, query = m_begin + tile_rows.query_of(row);

@@ -9,6 +9,7 @@
 #include "ptx/opaque.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
+#include "sm90/tma_store.cuh"
 
 namespace flash::sm90 {
 
@@ -19,10 +20,10 @@ template <typename Config>
 class LongSum {
  public:
   using Out = float[1][Config::kHeadDimV / 8][4];
-  using Sums = decltype(Config::SharedStorage::sums);
+  using Stages = typename Config::WarpStages;
 
-  // sums: of all warps
-  __device__ explicit LongSum(Sums& sums) : sums_(sums) {}
+  // stages: of all warps
+  __device__ explicit LongSum(Stages& stages) : stages_(stages) {}
 
   // What `out` holds is in the sum, which goes on with the next blocks alone.
   __device__ bool is_fresh() const { return blocks_ == 0 || blocks_ == kMost; }
@@ -35,6 +36,7 @@ class LongSum {
     ptx::wgmma_wait<0>(out[0]);
     Words* const sum = place();
     if (blocks_ == kMost) {
+      wait_for_stores_of_warp();
 #pragma unroll
       for (int n = 0; n < Config::kHeadDimV / 8; ++n) store(sum[n], out[0][n]);
       return;
@@ -79,7 +81,7 @@ class LongSum {
 
  private:
   static constexpr int kMost = kSummedKeys / Config::kBlockN;
-  Sums& sums_;
+  Stages& stages_;
   int blocks_ = 0;  // whose products `out` holds; kMost more: others are in the sum
 
   // Four accumulators of the lane, in words of all lanes.
@@ -88,7 +90,7 @@ class LongSum {
   // The lane's. Found again instead of occupying a register.
   __device__ Words* place() const {
     const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    Words* const warp = sums_[thread / 32 % Config::kConsumerWarps];
+    Words* const warp = stages_[thread / 32 % Config::kConsumerWarps].sums;
     return reinterpret_cast<Words*>(&warp[0][0][thread % 32 * (Config::kSumWords == 4 ? 4 : 1)]);
   }
 
@@ -122,8 +124,8 @@ class LongSum {
 
 // Of products of 16 bits.
 struct NoLongSum {
-  template <typename Sums>
-  __device__ explicit NoLongSum(Sums&) {}
+  template <typename Stages>
+  __device__ explicit NoLongSum(Stages&) {}
   template <typename Out>
   __device__ void count(Out&) const {}
   template <typename Out>

@@ -19,6 +19,7 @@
 #include "ptx/wgmma.h"
 #include "sm90/forward_parts.cuh"
 #include "sm90/long_sum.cuh"
+#include "sm90/quantised_epilogue.cuh"
 #include "sm90/quantised_softmax.cuh"
 
 namespace flash::sm90 {
@@ -33,17 +34,34 @@ __device__ void fill_ones(typename Config::SharedStorage& shared) {
   cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
 }
 
+// By all threads, before their first barrier: zeros in the rows of Q that its boxes do not fill.
 template <typename Config>
-__device__ void consume_quantised(const QuantisedParams& params, const ForwardSchedule& schedule,
-                                  float scale_log2, typename Config::SharedStorage& shared,
-                                  int warpgroup) {
+__device__ void clear_spare_rows(typename Config::SharedStorage& shared,
+                                 const ForwardSchedule& schedule) {
+  using T = typename Config::T;
+  constexpr int kParts = sm90::kParts<T, Config::kHeadDim>, kChunks = kPartRowBytes / 16;
+  const int first = schedule.rows * schedule.group, count = Config::kBlockM - first;
+  for (int i = threadIdx.x; i < Config::kQStages * kParts * count * kChunks;
+       i += Config::kThreads) {
+    const int part = i / (count * kChunks), chunk = i % (count * kChunks);  // of all stages
+    reinterpret_cast<uint4*>(shared.q)[(part * Config::kBlockM + first) * kChunks + chunk] =
+        make_uint4(0, 0, 0, 0);
+  }
+  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+}
+
+template <typename Config>
+__device__ void consume_quantised(const QuantisedParams& params, const ForwardMaps& maps,
+                                  const ForwardSchedule& schedule, float scale_log2,
+                                  typename Config::SharedStorage& shared, int warpgroup) {
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr bool kQInRegisters = Config::kQInRegisters;
   constexpr int kBlockN = Config::kBlockN, kOutTiles = Config::kHeadDimV / 8;
   using Score = typename Config::Score;
   using Probabilities = typename Config::Probabilities;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
-  const int first_row = warpgroup * kWarpgroupRows + thread / 32 * 16 + lane / 4;  // and + 8
+  const int warp_row = warpgroup * kWarpgroupRows + thread / 32 * kWarpRows;
+  const int first_row = warp_row + lane / 4;  // and + 8
   const auto query_of = [&](int row) { return schedule.query_of(row); };
   const int first_query = query_of(warpgroup * kWarpgroupRows);
   const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
@@ -63,21 +81,23 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
     }
   };
   for (;;) {
-    const Tile tile = consumer.receive_tile();
+    const typename Config::Sent tile = consumer.look_at_tile();
     if (tile.batch < 0) break;
-    const TileRange<Config> range(params, schedule, tile);
+    const auto& range = range_of<Config>(params, schedule, tile);
+    const Mask mask{range.sequence.seqlen_k, 0, params.window_left, params.window_right};
     // Of the warpgroup's queries, one sees keys up to seen_end, all see all_begin .. all_end - 1.
     const bool has_queries = warp_uniform(range.m_begin + first_query) < range.m_end;
     const int first = range.position + first_query, last = range.position + last_query;
-    const int seen_end = has_queries ? range.mask.end_key(last) : 0;
-    const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
+    const int seen_end = has_queries ? mask.end_key(last) : 0;
+    const int all_begin = mask.first_key(last), all_end = mask.end_key(first);
 
     float out[1][kOutTiles][4] = {};
     ptx::wait_for_earlier_kernels();
     const float no_sinks[2] = {-INFINITY, -INFINITY};
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
-    std::conditional_t<Config::kQuantisedValues, LongSum<Config>, NoLongSum> long_sum(shared.sums);
-    const ScoreTransform transform(params, tile.batch, tile.head, range.mask.shift);
+    std::conditional_t<Config::kQuantisedValues, LongSum<Config>, NoLongSum> long_sum(
+        shared.warp_stages);
+    const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
     TileScales<kFull, Config::kScaled> scales(params, schedule, tile, range.sequence, range.m_begin,
                                               first_row);
     // By the scales of the block at hand.
@@ -104,7 +124,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
         const auto mask_scores = [&] {
           if (n + kBlockN <= all_end && n >= all_begin) return;
           const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
-          apply_mask(scores, range.mask, row_of, key);
+          apply_mask(scores, mask, row_of, key);
           if constexpr (!kFull) keep_hidden(scores, scales.q[0]);
         };
         scales.apply(scores, Score{});
@@ -145,6 +165,11 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       }
       consumer.release_v();
       kv_state.advance();
+    };
+
+    QuantisedEpilogue<Config> epilogue{params, schedule, warp_row, lane};
+    const auto finish_softmax = [&] {
+      epilogue.finish_softmax(consumer.tile(), softmax, Config::kProbabilityUnit * scales.block.v);
     };
 
     auto block = range.blocks;
@@ -202,8 +227,16 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
       turns.take();
       begin_output();
       turns.pass();
+      if constexpr (!Config::kDivided) {
+        epilogue.find_row(consumer.tile());
+        if constexpr (Probabilities::kSummed) finish_softmax();
+      }
       finish_output();
       long_sum.finish(out);
+      if constexpr (!Config::kDivided && !Probabilities::kSummed) finish_softmax();
+    } else if constexpr (!Config::kDivided) {
+      epilogue.find_row(consumer.tile());
+      finish_softmax();
     }
     if constexpr (Config::kDivided) {
       if constexpr (Config::kScaledValues) rescale_output(out, {scales.block.v, scales.block.v});
@@ -211,13 +244,12 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardSc
                          Config::kProbabilityUnit, first_row, lane);
       return;
     } else {
-      Epilogue<Config> epilogue;
-      epilogue.finish_softmax(params, schedule, tile, softmax,
-                              Config::kProbabilityUnit * scales.block.v, first_row, lane);
-      epilogue.store_output(params, out, lane);
+      epilogue.store_output(maps, consumer.tile(), out, shared.warp_stages);
     }
+    consumer.release_tile();
     if (!block.empty()) consumer.q_state.advance();
   }
+  if constexpr (Config::kStagedOutput) wait_for_stores_of_warp();  // they read shared memory
 }
 
 }  // namespace flash::sm90

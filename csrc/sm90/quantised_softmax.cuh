@@ -102,7 +102,7 @@ struct TileScales {
         const float* const scale = scales.data + tile.batch * scales.batch_stride +
                                    rows.head_of(tile.head, row) * scales.head_stride +
                                    sequence.q_first + query;
-        q[half] = valid ? *scale : 1.f;
+        q[half] = valid ? *scale : 0.f;
       }
     }
   }
@@ -185,16 +185,20 @@ __device__ void quantised_softmax_step(uint32_t (&p)[kSteps][4], SoftmaxState<1>
 }
 
 // finish_rows (common/softmax.h). Sinks join here: beside p' they could be the largest by far.
+// sinks: of all heads, or null; head_of(r): that of row r
 // counts_sink: of the lanes that share a row, in one
-__device__ inline void finish_quantised_rows(SoftmaxState<1>& softmax, const float (&sinks)[2],
-                                             float scale, float (&factors)[2], float (&lse)[2],
-                                             bool counts_sink) {
-  float before[2];
+template <typename HeadOf>
+__device__ void finish_quantised_rows(SoftmaxState<1>& softmax, const float* sinks, HeadOf head_of,
+                                      float scale, float (&factors)[2], float (&lse)[2],
+                                      bool counts_sink) {
+  float before[2] = {1.f, 1.f};
+  if (sinks != nullptr) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sink = sinks[r] * kLog2e;
-    before[r] = softmax.raise_reference(sink > softmax.reference[r], r, sink);
-    if (counts_sink) softmax.sum[r] += ptx::ex2(sink - softmax.reference[r]);
+    for (int r = 0; r < 2; ++r) {
+      const float sink = sinks[head_of(r)] * kLog2e;
+      before[r] = softmax.raise_reference(sink > softmax.reference[r], r, sink);
+      if (counts_sink) softmax.sum[r] += ptx::ex2(sink - softmax.reference[r]);
+    }
   }
   finish_rows(softmax, scale, factors, lse, WarpTeam());
 #pragma unroll

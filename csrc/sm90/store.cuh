@@ -1,11 +1,17 @@
-// Stores a tile of accumulators to global memory, straight from registers. The lanes that share a
-// row exchange elements first, so that each writes neighbouring ones.
+// Stores a tile of accumulators to global memory: straight from registers, where the lanes that
+// share a row exchange elements first, so that each writes neighbouring ones; or through shared
+// memory.
 #pragma once
 
 #include <cstdint>
+#include <cuda/ptx>
 #include <type_traits>
 
 #include "common/pack.h"
+#include "common/shared_address.h"
+#include "ptx/stmatrix.h"
+#include "sm90/tile_layout.cuh"
+#include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
 
@@ -59,6 +65,44 @@ __device__ void store_accumulators(Out* const (&rows)[2], int cols,
                                    const float (&out)[kOutTiles][4], int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) store_row<Out, kWords>(rows[half], cols, out, half, lane);
+}
+
+// 8 columns of a row of a tile of 16 bits.
+template <typename T>
+__device__ T* chunk_of(T* tile, int row, int chunk) {
+  constexpr int kChunks = kPartRowBytes / 16;  // of a row of a part
+  return tile + (chunk / kChunks * kWarpRows + row) * kBoxCols<T> +
+         (chunk % kChunks ^ row % kChunks) * 8;
+}
+
+// Writes a warp's accumulators, rounded to Out, to shared memory, where TMA and other lanes see
+// them. tile: (kParts, kWarpRows, kBoxCols<Out>)
+template <typename Out, int kOutTiles>
+__device__ void stage_accumulators(Out* tile, const float (&out)[kOutTiles][4], int lane) {
+  static_assert(sizeof(Out) == 2 && kOutTiles % 2 == 0);
+#pragma unroll
+  for (int d = 0; d < kOutTiles; d += 2) {
+    uint32_t x[4];  // the upper and the lower rows of 8 columns, then those of the next 8
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = pack(out[d + i / 2][i % 2 * 2], out[d + i / 2][i % 2 * 2 + 1], Out());
+    }
+    ptx::stmatrix_x4(shared_address(chunk_of(tile, lane % kWarpRows, d + lane / kWarpRows)), x);
+  }
+  cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+  __syncwarp();
+}
+
+// Copies rows that stage_accumulators has written, each to a place of its own, by a warp.
+// target: where row lane % kWarpRows goes, or null: nowhere
+template <typename Out>
+__device__ void store_staged_rows(Out* target, int cols, Out* tile, int lane) {
+  if (target == nullptr) return;
+#pragma unroll 1
+  for (int chunk = lane / kWarpRows; chunk * 8 < cols; chunk += 32 / kWarpRows) {
+    reinterpret_cast<uint4*>(target)[chunk] =
+        *reinterpret_cast<const uint4*>(chunk_of(tile, lane % kWarpRows, chunk));
+  }
 }
 
 }  // namespace flash::sm90

@@ -108,24 +108,32 @@ class TileScheduler {
 };
 
 // Tiles on their way from the warp that draws them to those that work on them, in shared memory.
+// Sent: a Tile, and what is known of it
+template <typename Sent>
 struct TilePipeline : Pipeline<kTileSlots> {
-  Tile slots[kTileSlots];
+  using State = PipelineState<kTileSlots>;
+  Sent slots[kTileSlots];
 
   // Each side has its own `state`, which advances.
   __device__ void send(const Tile& tile, State& state, int lane) {
-    wait_empty(state);
-    if (lane == 0) slots[state.stage()] = tile;
-    arrive_of_warp(full[state.stage()], lane);
+    send(state, lane, [&](Sent& slot) { slot = tile; });
+  }
+  // write(slot), by one lane
+  template <typename Write>
+  __device__ void send(State& state, int lane, Write write) {
+    this->wait_empty(state);
+    if (lane == 0) write(slots[state.stage()]);
+    arrive_of_warp(this->full[state.stage()], lane);
     state.advance();
   }
   // What `look` returns is there until it is released.
-  __device__ const Tile& look(State state) {
-    wait_full(state);
+  __device__ const Sent& look(State state) {
+    this->wait_full(state);
     return slots[state.stage()];
   }
-  __device__ Tile receive(State& state, int lane) {
-    const Tile tile = look(state);
-    release(state, lane);
+  __device__ Sent receive(State& state, int lane) {
+    const Sent tile = look(state);
+    this->release(state, lane);
     state.advance();
     return tile;
   }

@@ -13,6 +13,7 @@ namespace flash::sm90 {
 
 constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // of A and D: M of wgmma
+constexpr int kWarpRows = kWarpgroupRows / 4;
 
 // What one instruction sums over: K of wgmma.
 constexpr int kWgmmaBytes = 32;

@@ -63,7 +63,7 @@ struct WideBackwardConfig {
     uint64_t peer_ds_full;  // the other's
     uint64_t ds_empty;      // both thread blocks have read both parts
     uint64_t tail_full;     // a block whose rows past the sequence are cleared first
-    TilePipeline tiles;
+    TilePipeline<Tile> tiles;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

@@ -68,7 +68,7 @@ template <typename Config>
 struct WideTiles {
   typename Config::SharedStorage& shared;
   const int rank, lane;
-  TilePipeline::State state;
+  TilePipeline<Tile>::State state;
   PipelineState<1> keys;    // tiles with steps
   uint32_t step_count = 0;  // of all tiles before
 
