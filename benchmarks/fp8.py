@@ -15,10 +15,10 @@ model
     q, k and v of each layer of a GPT with rotary embedding (2 layers, 2 heads of 64, 512 tokens),
     trained here for ``--steps`` steps on the text of this repository: on text of its last batch.
 
-A level counts with the pass that quantises. Of ``e4m3`` and ``fa3_e4m3`` the inputs are quantised
-before, for the errors with a scale for each head. ``prepass`` is that pass alone, ``copy`` one of
-as many bytes. ``rotary`` is ``balanced`` with a rotary embedding in the pass, ``rotary_apart`` with
-one before it.
+A level counts with the pass that quantises k and v. Of ``e4m3`` and ``fa3_e4m3`` the inputs are
+quantised before, for the errors with a scale for each head. ``prepass`` is that pass alone,
+``copy`` one of as many bytes. ``rotary`` is ``balanced`` with a rotary embedding in the pass,
+``rotary_apart`` with one before it.
 """
 
 from __future__ import annotations
@@ -208,12 +208,12 @@ def prepass(case: Case, x: Inputs, level: str, backend: str | None) -> Forward:
     backend = backend or _backends.choose(problem)
     if backend == "tiled":
         return lambda: quantisation.quantised(problem).q
-    return lambda: cuda.quantised(problem, backend).results["q_out"]
+    return lambda: cuda.quantised(problem, backend).results["k_out"]
 
 
 def copy(case: Case, x: Inputs) -> Forward:
-    """As many bytes as ``balanced`` reads and writes: 3 for each element, so 3/4 of q, k and v."""
-    sources = [tensor.flatten()[: tensor.numel() * 3 // 4] for tensor in (x.q, x.k, x.v)]
+    """As many bytes as ``balanced`` reads and writes: 3 for each element, so 3/4 of k and v."""
+    sources = [tensor.flatten()[: tensor.numel() * 3 // 4] for tensor in (x.k, x.v)]
     targets = [torch.empty_like(tensor) for tensor in sources]
 
     def run() -> Tensor:
@@ -253,7 +253,7 @@ def speed(a: argparse.Namespace, device: str) -> None:
         del providers["fa3_e4m3"]
     sizes = {"headdim": a.headdim, "causal": [False, True], "seqlen": a.seqlen}
     cases = [
-        Case("forward", a.dtype, **fields, tokens=a.tokens, width=a.width)
+        Case("forward", a.dtype, **fields, tokens=a.tokens, width=a.width, group=a.group)
         for fields in combinations(**sizes)
     ]
 
@@ -315,6 +315,7 @@ def parse(arguments: Sequence[str] | None, on_gpu: bool) -> argparse.Namespace:
     add("--seqlen", nargs="+", type=int, default=[1024, 4096, 16384], help="of the speed")
     add("--tokens", type=int, default=16384, help="in all; default 16384")
     add("--width", type=int, default=2048, help="nheads = width / headdim; default 2048")
+    add("--group", type=int, default=1, help="query heads of a key head; default 1")
     add("--rounds", type=int, default=10, help="samples of each; default 10")
     add("--backend", choices=report.OURS, help="forced for FP8; default: as calls choose")
     add("--plain", choices=report.OURS, default="sm90" if on_gpu else "tiled", help="in 16 bits")

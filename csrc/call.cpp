@@ -284,7 +284,9 @@ void read_common(Reader& reader, Params& params) {
   // Values with scales are transposed: (..., nheads_kv, headdim_v, places).
   constexpr bool kQuantised = std::is_same_v<Params, QuantisedParams>;
   const bool transposed = kQuantised && reader.has("v_scale");
-  const int64_t nheads = q.size[q.ndim - 2], headdim = q.size[q.ndim - 1];
+  const bool rounds = kQuantised && reader.has("k_scale");  // queries, of 16 bits, unlike k
+  const int64_t nheads = q.size[q.ndim - 2], headdim_q = q.size[q.ndim - 1];
+  const int64_t headdim = rounds ? k.size[k.ndim - 1] : headdim_q;
   const int64_t nheads_kv = k.size[k.ndim - 2], headdim_v = v.size[v.ndim - (transposed ? 2 : 1)];
   params.batch = to_int("batch", packed_q ? reader.get("cu_seqlens_q").size[0] - 1 : q.size[0]);
   params.nheads = to_int("nheads", nheads);
@@ -313,9 +315,14 @@ void read_common(Reader& reader, Params& params) {
   k_shape[k.ndim - 2] = nheads_kv;
   Shape v_shape = k_shape;
   v_shape.back() = headdim_v;
-  reader.operand("q", params.q, rows_of(q, headdim), kernel.dtype);
+  reader.operand("q", params.q, rows_of(q, headdim_q), rounds ? kernel.out_dtype : kernel.dtype);
   reader.operand("k", params.k, k_shape, kernel.kv_dtype);
   if constexpr (kQuantised) {
+    params.headdim_q = to_int("head dimension of q", headdim_q);
+    if (headdim_q > headdim) {
+      throw std::invalid_argument("q: got a head dimension of " + std::to_string(headdim_q) +
+                                  "; accepted: up to that of k, " + std::to_string(headdim));
+    }
     if (transposed) {
       read_values(reader, params, packed_k);
     } else if (kernel.kv_dtype == DType::kInt8) {
@@ -414,11 +421,10 @@ void read(Reader& reader, ForwardParams& params) {
 
 void read(Reader& reader, QuantisedParams& params) {
   read_common(reader, params);
-  const bool packed_q = reader.has("cu_seqlens_q"), packed_k = reader.has("cu_seqlens_k");
+  const bool packed_k = reader.has("cu_seqlens_k");
   reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
   const int64_t batch = params.batch;
   const int64_t blocks = scaled_blocks(packed_k, params.seqlen_k, params.total_k, batch);
-  read_scales(reader, "q_scale", params.q_scale, packed_q, batch, params.nheads, params.total_q);
   read_scales(reader, "k_scale", params.k_scale, packed_k, batch, params.nheads_kv, blocks);
   read_scales(reader, "v_scale", params.v_scale, packed_k, batch, params.nheads_kv, blocks);
   read_descales(reader, params);
@@ -449,11 +455,11 @@ void read_rotation(Reader& reader, const TensorView& tokens, Rotation& rotation)
   rotation.interleaved = reader.number("interleaved") != 0;
 }
 
-// Results of q and k have the head dimension of the kernel.
+// The result of k has the head dimension of the kernel.
 void read(Reader& reader, QuantiseParams& params) {
   const Kernel& kernel = reader.kernel();
   const bool packed = reader.has("cu_seqlens_k");
-  const TensorView &q = reader.get("q"), &k = reader.get("k");
+  const TensorView& k = reader.get("k");
   if (k.ndim != (packed ? 3 : 4)) {
     throw std::invalid_argument("k: got shape " + join(k.size, k.ndim) +
                                 "; accepted: 3 dimensions where packed (cu_seqlens_k), else 4");
@@ -476,29 +482,30 @@ void read(Reader& reader, QuantiseParams& params) {
     if (params.v_scale.data == nullptr) throw std::invalid_argument("v_scale: missing");
   }
   reader.contiguous("cu_seqlens_k", params.cu_seqlens_k, {batch + 1}, DType::kInt32);
-  const bool packed_q = q.ndim == 3;
-  params.batch_q = packed_q ? 1 : to_int("batch of q", q.size[0]);
-  params.seqlen_q = to_int("rows of q", q.size[q.ndim - 3]);
-  params.nheads = to_int("nheads", q.size[q.ndim - 2]);
-  params.headdim = to_int("headdim", q.size[q.ndim - 1]);
+  params.headdim = to_int("headdim", k.size[k.ndim - 1]);
   Shape k_shape = rows_of(k, params.headdim);
-  reader.operand("q", params.q, rows_of(q, params.headdim), kernel.dtype);
   reader.operand("k", params.k, k_shape, kernel.dtype);
-  reader.operand("q_out", params.q_out, rows_of(q, kernel.headdim), kernel.kv_dtype);
   k_shape.back() = kernel.headdim;
   reader.operand("k_out", params.k_out, k_shape, kernel.kv_dtype);
-  read_scales(reader, "q_scale", params.q_scale, packed_q, params.batch_q, params.nheads,
-              params.seqlen_q);
   read_scales(reader, "k_scale", params.k_scale, packed, batch, nheads_kv, blocks);
-  if (params.k_scale.data == nullptr || params.q_scale.data == nullptr) {
-    throw std::invalid_argument("q_scale, k_scale: missing");
-  }
-  read_rotation(reader, q, params.rotation);
+  if (params.k_scale.data == nullptr) throw std::invalid_argument("k_scale: missing");
+  read_rotation(reader, k, params.rotation);
   const Rotation& rotation = params.rotation;
-  if (rotation.cos != nullptr &&
-      (packed || packed_q || rotation.float_tables || rotation.pairs % 8 != 0)) {
-    throw std::invalid_argument(
-        "rotary_cos: accepted: the dtype of q, a multiple of 8 columns, with dense sequences");
+  if (rotation.cos != nullptr) {
+    if (packed || rotation.float_tables || rotation.pairs % 8 != 0) {
+      throw std::invalid_argument(
+          "rotary_cos: accepted: the dtype of q, a multiple of 8 columns, with dense sequences");
+    }
+    const TensorView& q = reader.get("q");
+    if (q.ndim != 4) {
+      throw std::invalid_argument("q: got shape " + join(q.size, q.ndim) +
+                                  "; accepted: 4 dimensions");
+    }
+    params.batch_q = to_int("batch of q", q.size[0]);
+    params.seqlen_q = to_int("rows of q", q.size[1]);
+    params.nheads = to_int("nheads", q.size[2]);
+    reader.operand("q", params.q, rows_of(q, params.headdim), kernel.dtype);
+    reader.operand("q_out", params.q_out, rows_of(q, params.headdim), kernel.dtype);
   }
   if (!reader.aligned()) {
     throw std::invalid_argument("q, k, v: accepted: rows of a multiple of 16 bytes");
@@ -647,7 +654,7 @@ Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
   } else if (kernel.operation == QuantisedParams::kOperation) {
     prepare<QuantisedParams>(tensors, numbers, "q");
   } else if (kernel.operation == QuantiseParams::kOperation) {
-    prepare<QuantiseParams>(tensors, numbers, "q");
+    prepare<QuantiseParams>(tensors, numbers, "k");
   } else if (kernel.operation == BackwardParams::kOperation) {
     prepare<BackwardParams>(tensors, numbers, "q");
   } else if (kernel.operation == AppendParams::kOperation) {

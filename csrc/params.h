@@ -181,17 +181,18 @@ void visit_numbers(ForwardParams& params, Visit visit) {
 // Keys that share a scale, where keys and values are quantised.
 constexpr int kScaledKeys = 128;
 
-// What the elements of an operand in 8 bits are multiplied by, all positive: entry i of head h of
-// sequence b is data[b * batch_stride + h * head_stride + i]. Entries of queries are tokens, those
-// of keys and values blocks of kScaledKeys keys. Of packed sequences all are counted on, and
-// batch_stride is 0. Null: 1.
+// What the elements of keys or values in 8 bits are multiplied by, all positive: entry i of head h
+// of sequence b, of its i-th kScaledKeys keys, is data[b * batch_stride + h * head_stride + i]. Of
+// packed sequences all are counted on, and batch_stride is 0. Null: 1.
 struct Scales {
   float* data;
   int64_t batch_stride, head_stride;
 };
 
-// Of the operation "quantised": a forward whose q and k have 8 bits, of one type. v is in e4m3 or,
-// where they are of int8 and v has no scales, of the 16 bits of the result. Sequence i of packed
+// Of the operation "quantised": a forward that multiplies q and k in 8 bits, of one type. Where k
+// has scales, q comes in the 16 bits of the result, with headdim_q columns, and is rotated and
+// rounded inside; k has the head dimension of the kernel. v is in e4m3 or, where k is of int8 and v
+// has no scales, of the 16 bits of the result. Sequence i of packed
 // keys has its blocks of kScaledKeys keys from block cu_seqlens_k[i] / kScaledKeys + i on, a dense
 // one from block 0 on.
 struct QuantisedParams : ForwardParams {
@@ -204,7 +205,9 @@ struct QuantisedParams : ForwardParams {
   Operand raw_v;
   int places_v;
 
-  Scales q_scale, k_scale, v_scale;
+  int headdim_q;
+
+  Scales k_scale, v_scale;
   Descale q_descale;  // as k_descale and v_descale; that of v may have any sign
   float score_scale;  // softmax_scale, which is 1 in a kernel: scores have their scales then
 };
@@ -220,18 +223,19 @@ struct Rotation {
   bool conjugate;  // by the negative angle
 };
 
-// Of the operation "quantise": q, k and v of 16 bits become what QuantisedParams has. v null: it
-// stays as it is.
+// Of the operation "quantise": k and v of 16 bits become what QuantisedParams has. v null: it stays
+// as it is. q comes with a rotary embedding alone, and keeps its 16 bits.
 struct QuantiseParams : CallParams {
   static constexpr std::string_view kOperation = "quantise";
 
-  Operand q;             // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
-  Operand k;             // (batch, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
-  Operand v;             // the same with headdim_v
-  Operand q_out, k_out;  // like q and k with the kernel's head dimension
-  Operand v_out;         // as v of QuantisedParams
-  Scales q_scale, k_scale, v_scale;
-  int batch_q, seqlen_q;  // packed: 1, all rows
+  Operand q;      // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
+  Operand k;      // (batch, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
+  Operand v;      // the same with headdim_v
+  Operand q_out;  // like q
+  Operand k_out;  // like k with the kernel's head dimension
+  Operand v_out;  // as v of QuantisedParams
+  Scales k_scale, v_scale;
+  int batch_q, seqlen_q;  // 0 without q
   int batch, seqlen_k;    // seqlen_k: of a dense sequence
   int nheads, nheads_kv, headdim, headdim_v;
   int total_k;                  // rows of packed k

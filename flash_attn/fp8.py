@@ -1,7 +1,7 @@
 """Attention whose products have operands of 8 bits, of inputs of 16 bits: quantised inside.
 
-q, k and v are quantised in a pass over them before the attention, with scales of their own rows and
-blocks of keys; no calibration is needed. The levels say into what:
+q, k and v are quantised with scales of their own rows and blocks of keys, k and v in a pass before
+the attention; no calibration is needed. The levels say into what:
 
 =============  ============  ==================  =======
 level          q and k       v                   error
@@ -74,8 +74,8 @@ def flash_attn_fp8_func(
     rotary_cos, rotary_sin : (seqlen_rotary, rotary_dim / 2), optional
         Rotate q and k first, by these tables of the dtype of q or float32: the same bits as
         ``apply_rotary_emb`` of both. Row i is at position i; seqlen_q must be seqlen_k. Without a
-        gradient and with a rotary_dim that is a multiple of 16 the pass that quantises does it, and
-        the rotated tensors are never written; else it is a pass of its own.
+        gradient, with a head dimension up to 128 and a rotary_dim that is a multiple of 16 the pass
+        that quantises does it; else it is a pass of its own.
     rotary_interleaved : bool
         True rotates pairs (2i, 2i + 1) (GPT-J), False pairs (i, i + rotary_dim / 2) (GPT-NeoX).
 
@@ -100,7 +100,7 @@ def flash_attn_fp8_func(
         tables: Any = (rotary_cos, rotary_sin)
         everything = (q, k, v, *given, *tables, interleaved, out)
         seen = isinstance(softmax_scale, Tensor) or _ops.is_seen(everything)
-        if not seen and not _ops.wants_gradient(everything):
+        if _is_narrow(q) and not seen and not _ops.wants_gradient(everything):
             result = _run_rotated(*everything)
         else:
             if not torch.compiler.is_compiling():
@@ -167,6 +167,11 @@ def flash_attn_fp8_varlen_func(
         q, k = apply_rotary(q, *for_q), apply_rotary(k, *for_k)
     result = _ops.flash_attn_varlen_forward(q, k, v, *bounds, *given, **named, out=out)
     return result[:2] if return_softmax_lse else result[0]
+
+
+def _is_narrow(q: Any) -> bool:
+    """Whether a pass may rotate these heads. A launch of its own is faster for wider ones."""
+    return isinstance(q, Tensor) and q.dim() == 4 and q.shape[-1] <= 128
 
 
 def _dense(

@@ -38,6 +38,8 @@ struct ForwardConfig {
   static constexpr Values kValues = kValues_;
   static constexpr bool kScaled = kQuantised && kValues != Values::kPlain;  // keys and queries
   static constexpr bool kScaledValues = kValues == Values::kScaled;
+  static constexpr bool kRoundsQueries = kScaled;  // they come in 16 bits
+  using Query = std::conditional_t<kRoundsQueries, Out, T>;
   static constexpr bool kDivided = kDivided_;
   static constexpr ForwardTile kTile =
       kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kValues_)
@@ -48,7 +50,8 @@ struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
-  static constexpr int kQStages = kTile.q_stages;
+  // Who rounds queries needs no second stage: each warp writes the rows that it multiplies.
+  static constexpr int kQStages = kRoundsQueries ? 1 : kTile.q_stages;
 
   static constexpr int kStreams = kTile.streams;
 
@@ -60,9 +63,9 @@ struct ForwardConfig {
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
   static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? 32 : 40;
   static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : 232;
-  // Whether a row of Q that is no query's has a say in when the references of a warp's other rows
-  // rise: its scale is 0, if rows have any, but e4m3 has NaN.
-  static constexpr bool kSpareRowsCount = std::is_same_v<T, __nv_fp8_e4m3>;
+  // Whether a row of Q that is no query's, and what it holds in e4m3, has a say in when the
+  // references of a warp's other rows rise. (Where queries are rounded it is 0.)
+  static constexpr bool kSpareRowsCount = kQuantised && !kRoundsQueries;
   // Beside long products exponentials cost nothing.
   static constexpr bool kLinear = kQuantisedValues && kHeadDimV <= 128;
   // The less, the further a reference may lag: faster. The more, the more exact is a probability

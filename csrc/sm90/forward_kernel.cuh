@@ -157,8 +157,18 @@ struct Producer {
     v_state.advance();
   }
 
-  // One box holds the rows of all heads of the tile: a lane takes a part of it.
+  // One box holds the rows of all heads of the tile: a lane takes a part of it. (What consumers
+  // load themselves shall be in the L2 cache then.)
   __device__ void load_q(const Tile& tile, const Sequence& sequence, int m_begin) {
+    if constexpr (Config::kRoundsQueries) {
+      using Query = typename Config::Query;
+      if (lane < kParts<Query, Config::kHeadDim>) {
+        ptx::prefetch_box(&maps.q, ptx::opaque(lane) * kBoxCols<Query>,
+                          ptx::opaque(tile.head) % schedule.heads_of_kv, sequence.q_first + m_begin,
+                          tile.head_kv, sequence.q_batch);
+      }
+      return;
+    }
     const int stage = q_state.stage();
     shared.q_pipeline.wait_empty(q_state);
     q_state.advance();

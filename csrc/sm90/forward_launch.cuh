@@ -104,12 +104,15 @@ ForwardMaps make_maps(const typename Config::Params& params, const ForwardSchedu
                                                  {slots_k, x.batch_stride, 1}});
   };
   const Operand& q = params.q;
+  int headdim_q = params.headdim;
+  if constexpr (Config::kRoundsQueries) headdim_q = params.headdim_q;
   ForwardMaps maps;
-  maps.q = encode_tensor_map<T, 4>(q.data, params.headdim,
-                                   {{group, q.head_stride, schedule.group},
-                                    {rows_q, q.row_stride, schedule.rows},
-                                    {params.nheads_kv, q.head_stride * group, 1},
-                                    {batch_q, q.batch_stride, 1}});
+  maps.q =
+      encode_tensor_map<typename Config::Query, 4>(q.data, headdim_q,
+                                                   {{group, q.head_stride, schedule.group},
+                                                    {rows_q, q.row_stride, schedule.rows},
+                                                    {params.nheads_kv, q.head_stride * group, 1},
+                                                    {batch_q, q.batch_stride, 1}});
   if constexpr (Config::kStagedOutput) {
     const Operand& out = params.out;
     const int box_heads = schedule.boxes_out ? schedule.group : 1;

@@ -27,8 +27,9 @@
 
 namespace flash::sm90 {
 
-// Ids of named barriers: of the consumers of a tile; a turn for each of their warpgroups.
-enum NamedBarrier { kMerge = 1, kTurn };
+// Ids of named barriers: of the consumers of a tile; for each of their warpgroups a turn, and one
+// that its queries are rounded.
+enum NamedBarrier { kMerge = 1, kTurn, kRounded = kTurn + 3 };
 
 // Boxes have kBoxCols<T> columns; outside the tensors they read zeros.
 struct ForwardMaps {
@@ -159,7 +160,7 @@ struct Consumer {
   __device__ void skip_block(bool is_last) {
     wait_for_k(kv_state);
     release_k(kv_state);
-    if (is_last) {
+    if (is_last && !Config::kRoundsQueries) {
       wait_for_q();
       release_q();
     }

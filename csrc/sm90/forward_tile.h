@@ -68,10 +68,10 @@ constexpr ForwardTile quantised_tile(int headdim, FeatureSet features, Values va
       if (of_16_bits && plain) return {192, 64, 4, 2};
       return {128, 128, of_16_bits ? 3 : 4, 2};
     case 192:
-      if (of_16_bits) return {128, 64, 3, 2};
+      if (of_16_bits) return {128, 64, 4, 1};
       return plain ? ForwardTile{128, 128, 2, 1} : ForwardTile{128, 64, 3, 1};
     default:
-      return {128, 64, 3, of_16_bits ? 2 : 1};
+      return of_16_bits ? ForwardTile{128, 64, 4, 1} : ForwardTile{128, 64, 3, 1};
   }
 }
 

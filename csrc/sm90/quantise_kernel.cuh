@@ -1,5 +1,6 @@
-// The pass before attention of operands in 8 bits: q and k are rotated and rounded, v is rounded
-// and transposed, all in one launch.
+// The pass before attention of operands in 8 bits: k is rotated and rounded, v is rounded and
+// transposed, all in one launch. Queries, which one thread block of the attention reads, are
+// rounded there (query_rounding.cuh); they come here for a rotary embedding alone.
 //
 // A tile is 128 rows of one head. Thread blocks stay, and copy their next tile to shared memory
 // while they round this one. A thread copies what it reads itself: no barrier. A row's or the
@@ -24,14 +25,15 @@
 #include "ptx/max_nan.h"
 #include "ptx/opaque.h"
 #include "sm90/rotation.cuh"
+#include "sm90/rounding.cuh"
 #include "sm90/scaled_blocks.cuh"
 #include "sm90/transposed_values.cuh"
 #include "tokens/move_token.cuh"
 
 namespace flash::sm90 {
 
-// T: of q, k and v. Quantised: of q and k afterwards. kDim: of their heads afterwards, and the most
-// of those of v. kRotary: whether q and k get a rotary embedding first.
+// T: of q, k and v. Quantised: of k afterwards. kDim: of its heads afterwards, and the most of
+// those of v. kRotary: whether q and k get a rotary embedding first.
 template <typename T_, typename Quantised_, int kHeadDim, bool kRotary_>
 struct QuantiseConfig {
   using T = T_;
@@ -58,12 +60,6 @@ struct QuantiseConfig {
   static constexpr int kBlocks = kDim == 64 ? (kRotary ? 3 : 4) : kDim <= 128 ? 2 : 1;  // an SM
 };
 
-// NaN if there is any, as of all that follow.
-__device__ inline float largest_of_lanes(float x, int lanes) {
-  for (int i = 1; i < lanes; i *= 2) x = ptx::max_nan(x, __shfl_xor_sync(0xffffffff, x, i));
-  return x;
-}
-
 // Over the thread block.
 template <int kWarps>
 __device__ float largest_of_block(float x, float (&shared)[kWarps]) {
@@ -71,13 +67,6 @@ __device__ float largest_of_block(float x, float (&shared)[kWarps]) {
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
   return largest_of_lanes(shared[threadIdx.x % kWarps], kWarps);
-}
-
-// What the largest number of T stands for `largest` with.
-template <typename T>
-__device__ float step_of(float largest) {
-  constexpr float kMost = std::is_same_v<T, int8_t> ? 127.f : 448.f;
-  return largest == 0.f ? 1.f : __fdiv_rn(largest, kMost);
 }
 
 // The least power of 2^12, but at least 2^-48, with which e4m3 reaches `largest`. Not finite: NaN.
@@ -94,23 +83,13 @@ __device__ inline float power_of_two_step(float largest) {
   return __int_as_float((kBias + kLeast + steps * kBits) << 23);
 }
 
-// Four numbers, rounded to nearest, ties to even. Of int8 they are within +-127.
-__device__ inline uint32_t pack_four(float a, float b, float c, float d, __nv_fp8_e4m3) {
-  return ptx::pack_e4m3(a, b, c, d);
-}
-__device__ inline uint32_t pack_four(float a, float b, float c, float d, int8_t) {
-  const auto whole = [](float x) { return __float_as_uint(x + 12582912.f); };  // in the lowest byte
-  return __byte_perm(__byte_perm(whole(a), whole(b), 0x0040),
-                     __byte_perm(whole(c), whole(d), 0x0040), 0x5410);
-}
-
 __device__ inline float& scale_of(const Scales& scales, const QuantisedRows& rows, int place) {
   return scales.data[rows.batch * scales.batch_stride + rows.head * scales.head_stride + place];
 }
 
 enum class Role { kValues, kKeys, kQueries };
 
-// The tiles, those of v first, then of k, then of q.
+// The tiles, those of v first, then of k, then, with a rotary embedding, of q.
 template <bool kRotary>
 struct QuantiseTiles {
   const QuantiseParams& params;
@@ -168,7 +147,7 @@ class Quantiser {
   __device__ void load(Role role, const QuantisedRows& rows, int stage) {
     const auto copy = [&](int slot, const T* source) {
       ptx::cp_async_16_zfill(shared_address(&shared_.slots[stage][slot][threadIdx.x]),
-                             source == nullptr ? params_.q.data : source, source != nullptr);
+                             source == nullptr ? params_.k.data : source, source != nullptr);
     };
     if (role == Role::kValues) {
       Transposed::template for_each_source<T>(
@@ -201,10 +180,10 @@ class Quantiser {
       load_angles(rows.first);
       embed(stage);
     }
-    if (role == Role::kKeys) {
-      rotate_and_round<true>(rows, stage, params_.k_out, params_.k_scale);
+    if (!Config::kRotary || role == Role::kKeys) {
+      round_keys(rows, stage);
     } else {
-      rotate_and_round<false>(rows, stage, params_.q_out, params_.q_scale);
+      store_queries(rows, stage);
     }
   }
 
@@ -272,51 +251,50 @@ class Quantiser {
     __syncwarp();
   }
 
-  // kOneScale: of all 128 rows; else each has its own.
-  template <bool kOneScale>
-  __device__ void rotate_and_round(const QuantisedRows& rows, int stage, const Operand& to,
-                                   const Scales& scales) {
+  // The keys' 128 rows have one scale.
+  __device__ void round_keys(const QuantisedRows& rows, int stage) {
     using Rotation = RandomRotation<T, kDim>;
     typename Rotation::Rows x;
     Rotation::apply(x, ptx::opaque(lane_),
                     [&](int i, int half) { return read(stage, 2 * i + half); });
-    float largest[2] = {};
-#pragma unroll
-    for (int i = 0; i < 4 * kParts; ++i) {
-      const float (&pairs)[4] = x[i / 4][i % 4];
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        largest[p / 2] = ptx::max_nan(largest[p / 2], fabsf(pairs[p]));
-      }
-    }
-    if (kOneScale) {
-      largest[0] = largest_of_block(ptx::max_nan(largest[0], largest[1]), maxima());
-      largest[1] = largest[0];
-    }
     const float norm = rsqrtf(static_cast<float>(kDim));
+    const float of_lane = ptx::max_nan(largest_of_row(x, 0), largest_of_row(x, 1));
+    const float scale = step_of<Quantised>(largest_of_block(of_lane, maxima()) * norm);
+    if (threadIdx.x == 0) scale_of(params_.k_scale, rows, rows.block) = scale;
+    const float factor = __fdividef(norm, scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!kOneScale) largest[half] = largest_of_lanes(largest[half], 4);
-      const float scale = step_of<Quantised>(largest[half] * norm);
-      const int row = first_row_ + 8 * half;
-      const bool exists = row < rows.count;
-      const bool writes = kOneScale ? threadIdx.x == 0 && half == 0 : lane_ % 4 == 0 && exists;
-      if (writes) scale_of(scales, rows, kOneScale ? rows.block : rows.first + row) = scale;
-      if (!exists) continue;
-      auto* const target = static_cast<uint8_t*>(to.data) + rows.batch * to.batch_stride +
-                           int64_t{1} * (rows.first + row) * to.row_stride +
-                           rows.head * to.head_stride + lane_ % 4 * 8;
-      const float factor = __fdividef(norm, scale);
+      uint8_t* const target = target_of<uint8_t>(params_.k_out, rows, half);
+      if (target == nullptr) continue;
+      round_row<Quantised>(x, half, factor, [&](int i, uint2 numbers) {
+        *reinterpret_cast<uint2*>(target + 32 * i) = numbers;
+      });
+    }
+  }
+
+  // Queries leave as they came, but for the rotary embedding.
+  __device__ void store_queries(const QuantisedRows& rows, int stage) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      T* const target = target_of<T>(params_.q_out, rows, half);
+      if (target == nullptr) continue;
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        const auto pack_pairs = [&](int m) {
-          const float (&low)[4] = x[i][2 * m], (&high)[4] = x[i][2 * m + 1];
-          return pack_four(low[2 * half] * factor, low[2 * half + 1] * factor,
-                           high[2 * half] * factor, high[2 * half + 1] * factor, Quantised());
-        };
-        *reinterpret_cast<uint2*>(target + 32 * i) = make_uint2(pack_pairs(0), pack_pairs(1));
+        if (32 * i + lane_ % 4 * 8 < params_.headdim) {
+          *reinterpret_cast<uint4*>(target + 32 * i) = read(stage, 2 * i + half);
+        }
       }
     }
+  }
+
+  // Of a lane's columns in its row; null: there is no such row.
+  template <typename To>
+  __device__ To* target_of(const Operand& to, const QuantisedRows& rows, int half) const {
+    const int row = first_row_ + 8 * half;
+    if (row >= rows.count) return nullptr;
+    return static_cast<To*>(to.data) + rows.batch * to.batch_stride +
+           int64_t{1} * (rows.first + row) * to.row_stride + rows.head * to.head_stride +
+           lane_ % 4 * 8;
   }
 
   __device__ void round_values(const QuantisedRows& rows, int stage) {

@@ -15,7 +15,10 @@
 
 namespace flash::sm90 {
 
-// T: of q, k and v. Quantised: of q and k afterwards.
+// Wider heads had better get their rotary embedding in a launch of its own.
+constexpr int kMostRotated = 128;
+
+// T: of q, k and v. Quantised: of k afterwards.
 template <typename T, typename Quantised, typename Values, int kHeadDim, int, FeatureSet>
 struct QuantiseRow {
   using Params = QuantiseParams;
@@ -34,8 +37,10 @@ struct QuantiseRow {
     }
     params.tiles_v = static_cast<int>(of_values), params.tiles_k = static_cast<int>(of_keys);
     params.tiles = static_cast<int>(tiles);
-    return params.rotation.cos == nullptr ? prepare_kernel<false>(params)
-                                          : prepare_kernel<true>(params);
+    if (params.rotation.cos == nullptr) return prepare_kernel<false>(params);
+    if constexpr (kHeadDim <= kMostRotated) return prepare_kernel<true>(params);
+    throw std::invalid_argument("rotary_cos: accepted with head dimensions up to " +
+                                std::to_string(kMostRotated));
   }
 
  private:

@@ -1,7 +1,8 @@
 // The consumers of operands in 8 bits.
 //
-// Beside those of 16 bits they have: Q in registers, probabilities in e4m3 (probabilities.cuh)
-// and the sums of long rows in shared memory (long_sum.cuh).
+// Beside those of 16 bits they have: queries that they round (query_rounding.cuh) or Q in
+// registers, probabilities in e4m3 (probabilities.cuh) and the sums of long rows in shared memory
+// (long_sum.cuh).
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,7 @@
 #include "sm90/long_sum.cuh"
 #include "sm90/quantised_epilogue.cuh"
 #include "sm90/quantised_softmax.cuh"
+#include "sm90/query_rounding.cuh"
 
 namespace flash::sm90 {
 
@@ -55,7 +57,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
                                   const ForwardSchedule& schedule, float scale_log2,
                                   typename Config::SharedStorage& shared, int warpgroup) {
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
-  constexpr bool kQInRegisters = Config::kQInRegisters;
+  constexpr bool kQInRegisters = Config::kQInRegisters, kRoundsQueries = Config::kRoundsQueries;
   constexpr int kBlockN = Config::kBlockN, kOutTiles = Config::kHeadDimV / 8;
   using Score = typename Config::Score;
   using Probabilities = typename Config::Probabilities;
@@ -84,6 +86,11 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     const typename Config::Sent tile = consumer.look_at_tile();
     if (tile.batch < 0) break;
     const auto& range = range_of<Config>(params, schedule, tile);
+    ptx::wait_for_earlier_kernels();
+    std::conditional_t<kRoundsQueries, QueryRounding<Config>, typename Config::Nothing> rounding;
+    if constexpr (kRoundsQueries) {
+      rounding.load(params, schedule, tile, range, first_row, lane);
+    }
     const Mask mask{range.sequence.seqlen_k, 0, params.window_left, params.window_right};
     // Of the warpgroup's queries, one sees keys up to seen_end, all see all_begin .. all_end - 1.
     const bool has_queries = warp_uniform(range.m_begin + first_query) < range.m_end;
@@ -92,14 +99,12 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     const int all_begin = mask.first_key(last), all_end = mask.end_key(first);
 
     float out[1][kOutTiles][4] = {};
-    ptx::wait_for_earlier_kernels();
     const float no_sinks[2] = {-INFINITY, -INFINITY};
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
     std::conditional_t<Config::kQuantisedValues, LongSum<Config>, NoLongSum> long_sum(
         shared.warp_stages);
     const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
-    TileScales<kFull, Config::kScaled> scales(params, schedule, tile, range.sequence, range.m_begin,
-                                              first_row);
+    TileScales<kFull> scales(params, tile);
     // By the scales of the block at hand.
     Exponents exponents, relative;
     const auto find_exponents = [&] {
@@ -183,14 +188,24 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       block.advance();
     }
     if (more) {
-      consumer.wait_for_q();
+      if constexpr (kRoundsQueries) {
+        float of_rows[2];
+        rounding.round(shared.q[0], of_rows, first_row, lane);
+        scales.join(of_rows);
+        if constexpr (kQInRegisters) {
+          __syncwarp();
+        } else {
+          ptx::bar_sync(kRounded + warpgroup, kWarpgroup);
+        }
+      } else {
+        consumer.wait_for_q();
+      }
       consumer.wait_for_k(kv_state);
       if constexpr (kQInRegisters) {
         consumer.load_q(q);
-        consumer.release_q();
+        if constexpr (!kRoundsQueries) consumer.release_q();
       }
       begin_scores(kv_state);
-      scales.finish();
       scales.advance(consumer.scales_of(kv_state));
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
@@ -222,7 +237,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
           if constexpr (Probabilities::kBesideOutput) finish_block();
         });
       }
-      if constexpr (!kQInRegisters) consumer.release_q();
+      if constexpr (!kQInRegisters && !kRoundsQueries) consumer.release_q();
       consumer.wait_for_v();
       turns.take();
       begin_output();
@@ -247,7 +262,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       epilogue.store_output(maps, consumer.tile(), out, shared.warp_stages);
     }
     consumer.release_tile();
-    if (!block.empty()) consumer.q_state.advance();
+    if (!kRoundsQueries && !block.empty()) consumer.q_state.advance();
   }
   if constexpr (Config::kStagedOutput) wait_for_stores_of_warp();  // they read shared memory
 }

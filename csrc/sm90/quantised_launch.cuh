@@ -15,7 +15,7 @@
 
 namespace flash::sm90 {
 
-// T: int8 or e4m3, of q and k. V is e4m3, or beside int8 of the type of the result.
+// T: int8 or e4m3, of q and k in the products. V is e4m3, or beside int8 of the type of the result.
 template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
 struct QuantisedRow {
   static_assert(std::is_same_v<T, KV>);
@@ -34,8 +34,8 @@ struct QuantisedRow {
     params.softmax_scale = 1.f;
     const bool scaled = params.k_scale.data != nullptr;
     const bool scaled_values = params.v_scale.data != nullptr;
-    if ((params.q_scale.data != nullptr) != scaled || (scaled_values && !scaled)) {
-      throw std::invalid_argument("q_scale, k_scale: accepted are both, or neither and no v_scale");
+    if (scaled_values && !scaled) {
+      throw std::invalid_argument("k_scale: missing, as v has scales");
     }
     if constexpr (std::is_same_v<T, int8_t>) {
       if (!scaled) throw std::invalid_argument("k_scale: missing, as q and k are of int8");

@@ -1,6 +1,6 @@
 // The softmax where operands have 8 bits: scores have scales, probabilities become e4m3.
 //
-//   s = (q . k) * q_scale[row] * k_scale[block] * softmax_scale
+//   s = (q . k) * scale[row] * k_scale[block] * softmax_scale
 //   p = 2^(s * log2(e) - reference)
 //   o = sum of p * v * v_scale[block]
 //
@@ -79,39 +79,21 @@ __device__ inline BlockScales block_scales(const QuantisedParams& params, const 
 }
 
 // Of a lane's two rows, and of the block of keys whose scores are computed.
-// kScaled: rows have scales of their own
-template <bool kFull, bool kScaled>
+template <bool kFull>
 struct TileScales {
-  float q[2];                         // of the products; the softmax scale joins them in finish()
-  float common;                       // of all rows
+  float q[2];                         // with the softmax scale
   BlockScales block{1.f, 1.f}, last;  // last: of the block before
 
-  template <typename Rows>
-  __device__ TileScales(const QuantisedParams& params, const Rows& rows, const Tile& tile,
-                        const Sequence& sequence, int m_begin, int first_row) {
-    const Scales& scales = params.q_scale;
-    common = params.score_scale * (kFull ? 1.f : kLog2e) *
-             descale_of(params.q_descale, tile.batch, tile.head_kv) *
-             descale_of(params.k_descale, tile.batch, tile.head_kv);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      q[half] = common;
-      if constexpr (kScaled) {
-        const int row = first_row + half * 8, query = m_begin + rows.query_of(row);
-        const bool valid = row < rows.rows * rows.group && query < sequence.seqlen_q;
-        const float* const scale = scales.data + tile.batch * scales.batch_stride +
-                                   rows.head_of(tile.head, row) * scales.head_stride +
-                                   sequence.q_first + query;
-        q[half] = valid ? *scale : 0.f;
-      }
-    }
+  __device__ TileScales(const QuantisedParams& params, const Tile& tile) {
+    q[0] = q[1] = params.score_scale * (kFull ? 1.f : kLog2e) *
+                  descale_of(params.q_descale, tile.batch, tile.head_kv) *
+                  descale_of(params.k_descale, tile.batch, tile.head_kv);
   }
 
-  // What the constructor has asked for is waited for here: beside the first product.
-  __device__ void finish() {
-    if constexpr (kScaled) {
-      for (float& scale : q) scale *= common;
-    }
+  // The rows have scales of their own.
+  __device__ void join(const float (&of_rows)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) q[half] *= of_rows[half];
   }
 
   __device__ void advance(const BlockScales& next) {
@@ -131,9 +113,8 @@ struct TileScales {
   }
 };
 
-template <typename Score, bool kFull, bool kScaled>
-__device__ Exponents exponents_of(const TileScales<kFull, kScaled>& scales, float scale_log2,
-                                  Score) {
+template <typename Score, bool kFull>
+__device__ Exponents exponents_of(const TileScales<kFull>& scales, float scale_log2, Score) {
   Exponents exponents;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

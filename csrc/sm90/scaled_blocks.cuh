@@ -51,6 +51,7 @@ __host__ __device__ inline int64_t tiles_of_keys(const QuantiseParams& params) {
   return int64_t{1} * params.blocks * params.nheads_kv *
          (params.cu_seqlens_k == nullptr ? params.batch : 1);
 }
+// Of q, which is there for a rotary embedding.
 inline int64_t tiles_of_queries(const QuantiseParams& params) {
   const int of_head = (params.seqlen_q + kScaledKeys - 1) / kScaledKeys;
   return int64_t{1} * of_head * params.nheads * params.batch_q;

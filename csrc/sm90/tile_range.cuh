@@ -31,7 +31,7 @@ struct ForwardSchedule : TileRows, TileSchedule {
 
 // One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some, or
 // a part of those.
-template <int kBlockN, bool kFull, bool kDivided>
+template <int kBlockN, bool kFull, bool kMayBePart>
 struct TileRange {
   Sequence sequence;
   int m_begin, m_end;
@@ -48,7 +48,7 @@ struct TileRange {
         last_position(position + m_end - m_begin - 1),
         mask{sequence.seqlen_k, 0, params.window_left, params.window_right},
         blocks(mask.first_key(position), mask.end_key(last_position), tile.part,
-               kDivided ? schedule.splits : 1) {
+               kMayBePart ? schedule.splits : 1) {
     // ALiBi prefers near keys: coming from far ones, every block would outgrow the last.
     if (kFull && params.alibi_slopes != nullptr) blocks.start_at(last_position);
   }

@@ -448,14 +448,14 @@ def _forward_in_fp8(
     remember: Callable[[AnyPrepared], None] | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise q, k and v, if they do not come in FP8; then attend."""
+    """Quantise k and v, if they do not come in FP8; then attend. q is rounded by the attention."""
     a = problem._replace(q=_movable(problem.q), k=_movable(problem.k), v=_movable(problem.v))
     first = quantised(a, backend) if a.fp8_level > 0 else None
     results = {} if first is None else first.results
     operands = {_BETWEEN.get(name, name): x for name, x in results.items()}
     options = replace(a.options, softmax_scale=a.softmax_scale)
     a = a._replace(q=operands.get("q", a.q), k=operands.get("k", a.k), fp8_level=0, options=options)
-    dtypes = a.q.dtype, a.k.dtype, problem.out_dtype
+    dtypes = a.k.dtype, a.k.dtype, problem.out_dtype
     headdims = problem.headdim, a.headdim_v
     attention = _smallest_kernel(backend, "quantised", dtypes, headdims, a.features)
     assert isinstance(attention, int)  # unsupported() has been asked
@@ -482,19 +482,18 @@ def quantised(a: Attention, backend: str) -> Prepared:
     blocks = _scaled_blocks(a)
     of_keys = (a.nheads_kv,) if a.is_varlen else (a.batch, a.nheads_kv)
     results = {
-        "q_out": a.q.new_empty(*a.q.shape[:-1], headdim, dtype=dtype),
         "k_out": a.k.new_empty(*a.k.shape[:-1], headdim, dtype=dtype),
-        "q_scale": a.q.new_empty(a.lse_shape, dtype=torch.float32),
-        "k_scale": a.q.new_empty(*of_keys, blocks, dtype=torch.float32),
+        "k_scale": a.k.new_empty(*of_keys, blocks, dtype=torch.float32),
     }
-    given = {"q": a.q, "k": a.k, "cu_seqlens_k": _contiguous(a.cu_seqlens_k)}
+    given = {"k": a.k, "cu_seqlens_k": _contiguous(a.cu_seqlens_k)}
     numbers: dict[str, float] = {}
     if FP8_LEVELS[a.fp8_level - 1] != "accurate":
         given["v"] = a.v
         results["v_out"] = a.v.new_empty(*of_keys, a.headdim_v, blocks * SCALE_BLOCK, dtype=FP8)
         results["v_scale"] = torch.empty_like(results["k_scale"])
     if a.rotary is not None:
-        given |= {"rotary_cos": a.rotary.cos, "rotary_sin": a.rotary.sin}
+        given |= {"q": a.q, "rotary_cos": a.rotary.cos, "rotary_sin": a.rotary.sin}
+        results["q_out"] = a.q.new_empty(a.q.shape)
         numbers["interleaved"] = a.rotary.interleaved
     return _launch(first, given, results, numbers)
 
