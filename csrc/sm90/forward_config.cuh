@@ -10,6 +10,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/probabilities.cuh"
 #include "sm90/split.cuh"
+#include "sm90/square_transposer.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_range.cuh"
 #include "sm90/tile_scheduler.cuh"
@@ -36,10 +37,11 @@ struct ForwardConfig {
   static constexpr bool kQuantised = sizeof(T) == 1;
   static constexpr bool kQuantisedValues = sizeof(V) == 1;
   static constexpr Values kValues = kValues_;
-  static constexpr bool kScaled = kQuantised && kValues != Values::kPlain;  // keys and queries
   static constexpr bool kScaledValues = kValues == Values::kScaled;
-  static constexpr bool kRoundsQueries = kScaled;  // they come in 16 bits
-  using Query = std::conditional_t<kRoundsQueries, Out, T>;
+  static constexpr bool kScaled = kScaledValues || kValues == Values::kOf16Bits;  // keys, queries
+  // Values come in rows of keys: warps transpose them in shared memory.
+  static constexpr bool kTransposes = kValues == Values::kRows;
+  using Query = std::conditional_t<kScaled, Out, T>;
   static constexpr bool kDivided = kDivided_;
   static constexpr ForwardTile kTile =
       kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kValues_)
@@ -51,21 +53,30 @@ struct ForwardConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
   // Who rounds queries needs no second stage: each warp writes the rows that it multiplies.
-  static constexpr int kQStages = kRoundsQueries ? 1 : kTile.q_stages;
+  static constexpr int kQStages = kScaled ? 1 : kTile.q_stages;
 
   static constexpr int kStreams = kTile.streams;
 
   static constexpr int kConsumers = kBlockM / kWarpgroupRows;  // warpgroups of a stream
   static constexpr int kConsumerWarps = kConsumers * 4;
-  static constexpr int kReceivers = kStreams == 1 ? 2 : 0;  // of tiles, beside the consumers
+  // Warps that transpose values, two squares each. If there are two, who loads keys loads V too.
+  static constexpr int kTransposers = kTransposes ? kHeadDimV * kBlockN / (2 * kSquareBytes) : 0;
+  static constexpr bool kTwoTranspose = kTransposers == 2;
+  static_assert(kTransposers <= 2);
+  // Of tiles, beside the consumers.
+  static constexpr int kReceivers = kStreams == 2 ? 0 : 2 + kTransposes;
   // One warpgroup more: the scheduler and two producers, or for each stream a warp that is all.
   static constexpr int kThreads = (kStreams * kConsumers + 1) * kWarpgroup;
   // Registers of a thread. All start with 65536 / kThreads, rounded down to a multiple of 8.
-  static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kStreams == 2 ? 112 : kConsumers == 3 ? 160 : 232;
+  static constexpr int kThreeProducers = kTransposes ? 56 : 32,
+                       kThreeConsumers = kTransposes ? 152 : 160;
+  static constexpr int kProducerRegisters = kStreams * kConsumers > 2 ? kThreeProducers : 40;
+  static constexpr int kConsumerRegisters = kStreams == 2     ? 112
+                                            : kConsumers == 3 ? kThreeConsumers
+                                                              : 232;
   // Whether a row of Q that is no query's, and what it holds in e4m3, has a say in when the
   // references of a warp's other rows rise. (Where queries are rounded it is 0.)
-  static constexpr bool kSpareRowsCount = kQuantised && !kRoundsQueries;
+  static constexpr bool kSpareRowsCount = kQuantised && !kScaled;
   // Beside long products exponentials cost nothing.
   static constexpr bool kLinear = kQuantisedValues && kHeadDimV <= 128;
   // The less, the further a reference may lag: faster. The more, the more exact is a probability
@@ -74,17 +85,22 @@ struct ForwardConfig {
   static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
   // Where there are registers for Q in 8 bits, products read less shared memory.
   static constexpr bool kQInRegisters =
-      std::is_same_v<T, __nv_fp8_e4m3> && (kLinear || !kScaled) && kManyRegisters && !kDivided;
+      kQuantised && (kLinear || !kScaled) && kManyRegisters && !kDivided;
   // Registers of rounded P whose powers are computed beside P V of the block before: as many as
   // there is room for.
-  static constexpr int kAhead = !kManyRegisters ? 0 : kQInRegisters ? 2 : 4;
+  static constexpr int kAhead = !kManyRegisters || kTransposes ? 0 : kQInRegisters ? 2 : 4;
+  // Of long rows. Where a step holds the sum, but not in the kernel that transposes values as well,
+  // the two would differ in their last bits: that one has none, and takes few keys.
+  static constexpr bool kSums = kQuantisedValues && !(kTransposes && !kLinear);
   using Probabilities = std::conditional_t<
       !kQuantisedValues, WideProbabilities<V, kBlockN / 8, kManyRegisters && !kDivided>,
       std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kManyRegisters>,
                          RoundedProbabilities<kBlockN / 8, kRoundedBits, kAhead>>>;
   static constexpr float kProbabilityUnit = 1.f / (1 << Probabilities::kBits);
-  // Warps that wait for exponentials had better take no turns, but at head dim 96.
-  static constexpr bool kTurns = kStreams == 1 && (!kQuantised || kLinear || kHeadDim == 96);
+  // Of 8 bits turns pay at two head dims only (docs/design-notes.md).
+  static constexpr bool kTurns =
+      kStreams == 1 &&
+      (!kQuantised || kHeadDim == 96 || (kHeadDim == 128 && kLinear && (kScaled || kTransposes)));
   static_assert(kProducerRegisters + kStreams * kConsumers * kConsumerRegisters <=
                 65536 / kThreads / 8 * 8 * (kStreams * kConsumers + 1));
 
@@ -94,7 +110,9 @@ struct ForwardConfig {
   // What a lane keeps of four accumulators in a long sum: of wide values the upper 24 bits of each,
   // which leaves room for a third stage or, of 192 columns, for blocks of 128 keys.
   static constexpr int kSumWords = kHeadDimV > 128 ? 3 : 4;
-  // V, or its transpose, a block in a row.
+  static_assert(!kTransposes || (kHeadDimV % kSquareRows == 0 && kBlockN % kSquareRows == 0));
+  // V, or its transpose: a block in a row, or what a square has of it.
+  static constexpr int kValueRowBytes = kTransposes ? kSquareRows : kBlockN;
   static constexpr int kValueTile =
       kQuantisedValues ? kHeadDimV * kBlockN : kTileSize<V, kBlockN, kHeadDimV>;
 
@@ -134,6 +152,8 @@ struct ForwardConfig {
   };
   struct QuantisedStorage : Storage {
     std::conditional_t<kScaled, BlockScales, Nothing> scales[kStages];  // filled with K
+    std::conditional_t<kTransposes, uint64_t, Nothing>
+        rows_full[kStages];  // of V, for who transposes
     using Ones = V[8 * kOnesRowBytes];
     alignas(8 * kOnesRowBytes) std::conditional_t<kLinear, Ones, Nothing> ones;
   };

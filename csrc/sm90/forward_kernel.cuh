@@ -138,6 +138,11 @@ struct Producer {
 
   __device__ void load_v(const Tile& tile, const Sequence& sequence, int n) {
     shared.v_pipeline.wait_empty(v_state);
+    if constexpr (Config::kTransposes) {
+      load_squares(tile, sequence, n);
+      v_state.advance();
+      return;
+    }
     if constexpr (Config::kQuantisedValues) {
       load_transposed_v(tile, sequence, n);
       v_state.advance();
@@ -160,7 +165,7 @@ struct Producer {
   // One box holds the rows of all heads of the tile: a lane takes a part of it. (What consumers
   // load themselves shall be in the L2 cache then.)
   __device__ void load_q(const Tile& tile, const Sequence& sequence, int m_begin) {
-    if constexpr (Config::kRoundsQueries) {
+    if constexpr (Config::kScaled) {
       using Query = typename Config::Query;
       if (lane < kParts<Query, Config::kHeadDim>) {
         ptx::prefetch_box(&maps.q, ptx::opaque(lane) * kBoxCols<Query>,
@@ -194,6 +199,21 @@ struct Producer {
     load_columns(v, maps.v, full, place, 0, tile.head_kv, sequence.k_batch);
   }
 
+  // A lane takes a square of 64 keys and columns.
+  __device__ void load_squares(const Tile& tile, const Sequence& sequence, int n) {
+    constexpr int kSquaresOfKeys = Config::kHeadDimV / kSquareRows;
+    auto& v = shared.v[v_state.stage()];
+    uint64_t& full = shared.rows_full[v_state.stage()];
+    if (lane == 0) arrive_expecting(full, sizeof(v));
+    __syncwarp();
+    if (lane < sizeof(v) / kSquareBytes) {
+      const int square = ptx::opaque(lane);
+      load_columns(v + square * kSquareBytes, maps.v, full, square % kSquaresOfKeys * kSquareRows,
+                   sequence.k_first + n + square / kSquaresOfKeys * kSquareRows, tile.head_kv,
+                   sequence.k_batch);
+    }
+  }
+
   template <int kCols, typename Element>
   __device__ void load_keys(Element* block, const CUtensorMap& map, uint64_t& full,
                             const Tile& tile, const Sequence& sequence, int n) {
@@ -217,10 +237,17 @@ __device__ void produce_keys(Producer<Config> producer) {
     const auto range = range_of<Config>(producer.params, producer.schedule, tile);
     ptx::wait_for_earlier_kernels();
     if (range.blocks.empty()) arrive_of_warp(shared.tile_wanted, lane);
+    [[maybe_unused]] int before = 0;
     range.blocks.for_each([&](const auto& block) {
       producer.load_k(tile, range.sequence, block.key());
       if (block.is_last()) arrive_of_warp(shared.tile_wanted, lane);
       if (block.is_first()) producer.load_q(tile, range.sequence, range.m_begin);
+      if constexpr (Config::kTwoTranspose) {
+        // Values are wanted a step later than keys.
+        if (!block.is_first()) producer.load_v(tile, range.sequence, before);
+        before = block.key();
+        if (block.is_last()) producer.load_v(tile, range.sequence, before);
+      }
     });
   }
 }
@@ -236,6 +263,44 @@ __device__ void produce_values(Producer<Config> producer) {
     ptx::wait_for_earlier_kernels();
     range.blocks.for_each(
         [&](const auto& block) { producer.load_v(tile, range.sequence, block.key()); });
+  }
+}
+
+// Transposes the values of the same blocks: square `number`, and that kTransposers behind it.
+template <typename Config>
+__device__ void transpose_values(const ForwardSchedule& schedule,
+                                 typename Config::SharedStorage& shared, int number, int lane) {
+  constexpr int kSquaresOfKeys = Config::kHeadDimV / kSquareRows;
+  const SquareTransposer transposer(lane);
+  PipelineState<Config::kStages> state;
+  TileState<Config> tile_state;
+  for (;;) {
+    const typename Config::Sent& tile = shared.tiles.look(tile_state);
+    const bool exists = tile.batch >= 0;
+    const auto blocks = tile.range.blocks;
+    const int seqlen_k = tile.range.sequence.seqlen_k;
+    shared.tiles.release(tile_state, lane);
+    tile_state.advance();
+    if (!exists) break;
+    blocks.for_each([&](const auto& block) {
+      const int stage = state.stage();
+      wait(shared.rows_full[stage], state.phase());
+      __syncwarp();
+      const int rows = seqlen_k - block.key();
+      const bool clear = schedule.clear_tail && rows < Config::kBlockN;
+      auto* const v = shared.v[stage] + number * kSquareBytes;
+      constexpr int kStep = Config::kTransposers;
+      if (clear) {
+        for (int i = 0; i < 2 * kStep; i += kStep) {
+          clear_rows(v + i * kSquareBytes, rows - (number + i) / kSquaresOfKeys * kSquareRows,
+                     lane);
+        }
+      }
+      transposer.transpose_two<kStep * kSquareBytes>(shared_address(v));
+      cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+      arrive_of_warp(shared.v_pipeline.full[stage], lane);
+      state.advance();
+    });
   }
 }
 
@@ -414,7 +479,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     auto& shared = shared_of_stream[threadIdx.x];
     shared.q_pipeline.init(Config::kConsumerWarps);
     shared.k_pipeline.init(Config::kConsumerWarps);
-    shared.v_pipeline.init(Config::kConsumerWarps);
+    shared.v_pipeline.init(Config::kConsumerWarps, Config::kTransposes ? Config::kTransposers : 1);
+    if constexpr (Config::kTransposes) {
+      for (auto& barrier : shared.rows_full) init_barrier(barrier, 1);
+    }
     init_barrier(shared.tail_full, 1);
     shared.tiles.init(Config::kConsumerWarps + Config::kReceivers);
     init_barrier(shared.tile_wanted, 1);
@@ -447,13 +515,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (kStreams == 1) {
       if (helper == 0) distribute_tiles<Config>(params, schedule, shared, lane);
       if (helper == 1) produce_keys(producer);
-      if (helper == 2) produce_values(producer);
+      if (helper == 2) {
+        if constexpr (Config::kTwoTranspose) {
+          transpose_values<Config>(schedule, shared, 1, lane);
+        } else {
+          produce_values(producer);
+        }
+      }
     } else {
       if (helper < kStreams) produce_all(producer, helper);
     }
     if (helper == 3) {
       ptx::wait_for_earlier_kernels();
       ptx::let_next_kernel_start();
+      if constexpr (Config::kTransposes) transpose_values<Config>(schedule, shared, 0, lane);
       if (params.cu_seqlens_q != nullptr) {
         clear_gaps<typename Config::Out>(params, blockIdx.x, gridDim.x, lane);
       }

@@ -105,7 +105,7 @@ ForwardMaps make_maps(const typename Config::Params& params, const ForwardSchedu
   };
   const Operand& q = params.q;
   int headdim_q = params.headdim;
-  if constexpr (Config::kRoundsQueries) headdim_q = params.headdim_q;
+  if constexpr (Config::kScaled) headdim_q = params.headdim_q;
   ForwardMaps maps;
   maps.q =
       encode_tensor_map<typename Config::Query, 4>(q.data, headdim_q,
@@ -125,7 +125,14 @@ ForwardMaps make_maps(const typename Config::Params& params, const ForwardSchedu
   }
   maps.k = keys(T(), params.k, params.headdim);
   const Operand& v = params.v;
-  if constexpr (Config::kQuantisedValues) {
+  if constexpr (Config::kTransposes) {
+    const Operand& rows = params.raw_v;
+    maps.v = encode_tensor_map<typename Config::V, 3, kSquareRows>(
+        rows.data, params.headdim_v,
+        {{rows_k, rows.row_stride, kSquareRows},
+         {params.nheads_kv, rows.head_stride, 1},
+         {slots_k, rows.batch_stride, 1}});
+  } else if constexpr (Config::kQuantisedValues) {
     maps.v = encode_tensor_map<typename Config::V, 3, Config::kBlockN>(
         v.data, params.places_v,
         {{params.headdim_v, v.row_stride, Config::kHeadDimV},
@@ -190,7 +197,11 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
     ForwardMaps maps = prepared;
     replace_address(maps.q, bound.q.data);
     replace_address(maps.k, bound.k.data);
-    replace_address(maps.v, bound.v.data);
+    if constexpr (Config::kTransposes) {
+      replace_address(maps.v, bound.raw_v.data);
+    } else {
+      replace_address(maps.v, bound.v.data);
+    }
     if constexpr (Config::kStagedOutput) replace_address(maps.out, bound.out.data);
     constexpr char kCall[] = "launch of the sm90 forward kernel";
     if constexpr (Config::kDivided) {

@@ -36,7 +36,7 @@ struct ForwardMaps {
   CUtensorMap q;    // (batch, nheads_kv, rows, nheads / nheads_kv, headdim), box: a tile's queries
   CUtensorMap k;    // (slots, nheads_kv, rows, headdim), box: key_box_rows
   CUtensorMap v;    // (slots, nheads_kv, rows, headdim_v); quantised: (batch, nheads_kv, headdim_v,
-                    // places of keys), box: a block of keys
+                    // places of keys), box: a block of keys, or as it comes, box: a square
   CUtensorMap out;  // like q, if the output is staged; box: the rows of a warp
 };
 
@@ -146,7 +146,7 @@ struct Consumer {
   __device__ void begin_quantised_output(float (&out)[1][Config::kHeadDimV / 8][4],
                                          const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<V>][4],
                                          bool accumulate) {
-    using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kBlockN>;
+    using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kValueRowBytes>;
     start_multiply_or_accumulate<V>(out[0], p, Values(shared.v[warp_uniform(kv_state.stage())]),
                                     accumulate);
   }
@@ -160,7 +160,7 @@ struct Consumer {
   __device__ void skip_block(bool is_last) {
     wait_for_k(kv_state);
     release_k(kv_state);
-    if (is_last && !Config::kRoundsQueries) {
+    if (is_last && !Config::kScaled) {
       wait_for_q();
       release_q();
     }

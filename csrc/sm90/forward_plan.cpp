@@ -101,6 +101,11 @@ float quantised_step(int headdim) {
   }
 }
 
+// Of values in e4m3: microseconds of the pass that transposes them, and bytes that it reads and
+// writes in one. Or the part of a step that it takes longer if it transposes its block of values.
+constexpr float kTransposePass = 2.f, kTransposedBytes = 4e6f;
+constexpr float transposed_steps(int headdim_v) { return headdim_v > 128 ? 0.09f : 0.07f; }
+
 // Tiles alike: a block of queries with the keys that it sees, of all heads of sequences alike.
 struct TileWork {
   int64_t count;
@@ -215,6 +220,20 @@ int64_t count_tiles(const ForwardParams& params, int group, int block_m) {
   return int64_t{params.batch} * (params.nheads / group) * ((params.seqlen_q + rows - 1) / rows);
 }
 
+// Whether values of e4m3 had better be transposed by each tile that sees them than once, before.
+// step: microseconds
+bool transposes_inside(const ForwardParams& params, const std::vector<TileWork>& work,
+                       int headdim_v, float step) {
+  float steps = 0.f, keys = 0.f;
+  for (const TileWork& tile : work) steps += static_cast<float>(tile.count) * tile.steps;
+  for (const KnownSequences& x : known_sequences(params)) {
+    keys += static_cast<float>(x.count()) * x.keys();
+  }
+  const float bytes = 2.f * keys * params.nheads_kv * headdim_v;
+  return steps / multiprocessors() * step * transposed_steps(headdim_v) <
+         kTransposePass + bytes / kTransposedBytes;
+}
+
 }  // namespace
 
 int heads_in_tile(const ForwardParams& params, FeatureSet features, int block_m) {
@@ -263,15 +282,20 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
 }
 
 ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
-                           int headdim_v, const ForwardTile& tile, SlotsOf slots_of) {
+                           int headdim_v, const ForwardTile& tile, bool may_transpose,
+                           SlotsOf slots_of) {
   if (params.num_splits > 0) return {0, params.num_splits, 0};
   const int group = heads_in_tile(params, features, tile.block_m);
   const float step = quantised_step(headdim) * tile.block_m * tile.block_n / (128 * 64);
   const TileTimes times{{kQuantisedEnds, kQuantisedEnds}, {step, step}, 0};
-  const Leftover leftover = divide_leftover(params, forward_work(params, group, tile),
-                                            count_tiles(params, group, tile.block_m), tile, times,
-                                            headdim_times(headdim, headdim_v), slots_of);
-  return {0, leftover.splits, leftover.whole};
+  const std::vector<TileWork> work = forward_work(params, group, tile);
+  const Leftover leftover =
+      divide_leftover(params, work, count_tiles(params, group, tile.block_m), tile, times,
+                      headdim_times(headdim, headdim_v), slots_of);
+  const bool transposes =
+      leftover.splits == 1 && may_transpose &&
+      (params.tile < 0 ? transposes_inside(params, work, headdim_v, step) : params.tile == 1);
+  return {transposes, leftover.splits, leftover.whole};
 }
 
 }  // namespace flash::sm90

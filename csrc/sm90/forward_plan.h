@@ -25,9 +25,11 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
                          int headdim_v, SlotsOf slots_of);
 
 // The same of operands in 8 bits, with this tile shape. Unless num_splits says so, tiles left over
-// alone are divided.
+// alone are divided. With may_transpose, tile 1 is that shape too, but transposes values itself; it
+// is not divided.
 ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
-                           int headdim_v, const ForwardTile& tile, SlotsOf slots_of);
+                           int headdim_v, const ForwardTile& tile, bool may_transpose,
+                           SlotsOf slots_of);
 
 // Heads of a tile of block_m rows: 1, or all of a group if that saves tiles. With one query a tile
 // is nearly empty otherwise.

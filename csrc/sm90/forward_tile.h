@@ -51,8 +51,9 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
   return {};
 }
 
-// What the values of quantised keys are: e4m3, with a scale for each block or plain; or of 16 bits.
-enum class Values { kPlain, kScaled, kOf16Bits };
+// What the values of quantised keys are: e4m3, with a scale for each block or plain; plain ones
+// that the kernel itself transposes; or of 16 bits.
+enum class Values { kPlain, kRows, kScaled, kOf16Bits };
 
 // The tile shape of operands in 8 bits. A block of keys, 64 or 128 of them, is a row of the
 // transposed values in shared memory. It may have scales of its own.

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/fragment.h"
 #include "ptx/opaque.h"
 #include "ptx/wgmma.h"
 #include "sm90/forward_config.cuh"
@@ -21,40 +22,33 @@ class LongSum {
  public:
   using Out = float[1][Config::kHeadDimV / 8][4];
   using Stages = typename Config::WarpStages;
+  static constexpr int kBlocks = kSummedKeys / Config::kBlockN;  // that `out` may hold
 
   // stages: of all warps
   __device__ explicit LongSum(Stages& stages) : stages_(stages) {}
 
   // What `out` holds is in the sum, which goes on with the next blocks alone.
-  __device__ bool is_fresh() const { return blocks_ == 0 || blocks_ == kMost; }
+  __device__ bool is_fresh() const { return blocks_ == 0 || blocks_ == kBlocks; }
 
-  // One more block of keys is in `out`, or will be: its product may be under way. (`out` is not
-  // changed: to be changed under a condition, it would be copied to other registers.)
+  // One more block of keys is in `out`, or will be: its product may be under way. If `out` holds as
+  // many as it may, the sum takes them. (`out` is not changed: to be changed under a condition, it
+  // would be copied to other registers.)
   __device__ void count(Out& out) {
     ++blocks_;
-    if (blocks_ != kMost && blocks_ != 2 * kMost) return;
+    if (blocks_ != kBlocks && blocks_ != 2 * kBlocks) return;
     ptx::wgmma_wait<0>(out[0]);
-    Words* const sum = place();
-    if (blocks_ == kMost) {
-      wait_for_stores_of_warp();
-#pragma unroll
-      for (int n = 0; n < Config::kHeadDimV / 8; ++n) store(sum[n], out[0][n]);
-      return;
-    }
-    blocks_ = kMost;
-#pragma unroll
-    for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
-      float x[4];
-      load(x, sum[n]);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] += out[0][n][j];
-      store(sum[n], x);
-    }
+    add(out, blocks_ == kBlocks);
+  }
+
+  // The sum takes what `out` holds, which begins anew.
+  __device__ void take(Out& out) {
+    add(out, blocks_ == 0);
+    clear(out);
   }
 
   // What has come so far is to be multiplied by the factors.
   __device__ void rescale(const float (&factors)[2]) {
-    if (blocks_ < kMost) return;
+    if (blocks_ < kBlocks) return;
     Words* const sum = place();
 #pragma unroll
     for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
@@ -66,9 +60,9 @@ class LongSum {
     }
   }
 
-  // Adds the sum to the output of the last block or blocks.
+  // Adds the sum to the output of the last blocks.
   __device__ void finish(Out& out) const {
-    if (blocks_ < kMost) return;
+    if (blocks_ < kBlocks) return;
     const Words* const sum = place();
 #pragma unroll
     for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
@@ -80,9 +74,28 @@ class LongSum {
   }
 
  private:
-  static constexpr int kMost = kSummedKeys / Config::kBlockN;
   Stages& stages_;
-  int blocks_ = 0;  // whose products `out` holds; kMost more: others are in the sum
+  int blocks_ = 0;  // that are counted in `out`; kBlocks more: others are in the sum
+
+  // first: the sum holds nothing yet
+  __device__ void add(const Out& out, bool first) {
+    blocks_ = kBlocks;
+    Words* const sum = place();
+    if (first) {
+      wait_for_stores_of_warp();
+#pragma unroll
+      for (int n = 0; n < Config::kHeadDimV / 8; ++n) store(sum[n], out[0][n]);
+      return;
+    }
+#pragma unroll
+    for (int n = 0; n < Config::kHeadDimV / 8; ++n) {
+      float x[4];
+      load(x, sum[n]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] += out[0][n][j];
+      store(sum[n], x);
+    }
+  }
 
   // Four accumulators of the lane, in words of all lanes.
   using Words = uint32_t[Config::kSumWords][32];
@@ -122,12 +135,16 @@ class LongSum {
   }
 };
 
-// Of products of 16 bits.
+// Of products of 16 bits, or of few keys.
 struct NoLongSum {
   template <typename Stages>
   __device__ explicit NoLongSum(Stages&) {}
+  static constexpr int kBlocks = 0;
+  __device__ bool is_fresh() const { return false; }
   template <typename Out>
   __device__ void count(Out&) const {}
+  template <typename Out>
+  __device__ void take(Out&) const {}
   template <typename Out>
   __device__ void finish(Out&) const {}
   __device__ void rescale(const float (&)[2]) const {}

@@ -185,8 +185,7 @@ struct RoundedProbabilities {
 // Without the special-function unit: the code of a number of e4m3 is a multiple of its logarithm,
 // but for the mantissa, which is linear between powers of two. So the exponent, times 8 and
 // rounded, is taken for the code. Its error is 3.1 % where rounding to e4m3 has 2.6.
-// kBesideOutput: the codes are computed before finish_output() is called (ptxas moves its wait
-// before them); else it has been called
+// kBesideOutput: the codes are computed before finish_output() is called; else it has been called
 template <int kColTiles, bool kBesideOutput_>
 struct LinearProbabilities {
   static constexpr int kBits = 6, kAhead = 0;

@@ -57,7 +57,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
                                   const ForwardSchedule& schedule, float scale_log2,
                                   typename Config::SharedStorage& shared, int warpgroup) {
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
-  constexpr bool kQInRegisters = Config::kQInRegisters, kRoundsQueries = Config::kRoundsQueries;
+  constexpr bool kQInRegisters = Config::kQInRegisters, kScaled = Config::kScaled;
   constexpr int kBlockN = Config::kBlockN, kOutTiles = Config::kHeadDimV / 8;
   using Score = typename Config::Score;
   using Probabilities = typename Config::Probabilities;
@@ -87,8 +87,8 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     if (tile.batch < 0) break;
     const auto& range = range_of<Config>(params, schedule, tile);
     ptx::wait_for_earlier_kernels();
-    std::conditional_t<kRoundsQueries, QueryRounding<Config>, typename Config::Nothing> rounding;
-    if constexpr (kRoundsQueries) {
+    std::conditional_t<kScaled, QueryRounding<Config>, typename Config::Nothing> rounding;
+    if constexpr (kScaled) {
       rounding.load(params, schedule, tile, range, first_row, lane);
     }
     const Mask mask{range.sequence.seqlen_k, 0, params.window_left, params.window_right};
@@ -101,8 +101,11 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     float out[1][kOutTiles][4] = {};
     const float no_sinks[2] = {-INFINITY, -INFINITY};
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
-    std::conditional_t<Config::kQuantisedValues, LongSum<Config>, NoLongSum> long_sum(
-        shared.warp_stages);
+    using Sum = std::conditional_t<Config::kSums, LongSum<Config>, NoLongSum>;
+    Sum long_sum(shared.warp_stages);
+    // It takes `out` within a step or, where nothing is computed ahead, between two loops of steps.
+    constexpr bool kSumInStep = Config::kSums && Probabilities::kAhead > 0;
+    constexpr bool kSumBetween = Config::kSums && !kSumInStep;
     const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
     TileScales<kFull> scales(params, tile);
     // By the scales of the block at hand.
@@ -154,7 +157,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     const auto begin_output = [&] {
       if constexpr (!Probabilities::kSummed) consumer.begin_sums(block_sums, p);
       if constexpr (Config::kQuantisedValues) {
-        consumer.begin_quantised_output(out, p, !long_sum.is_fresh());
+        consumer.begin_quantised_output(out, p, !kSumInStep || !long_sum.is_fresh());
       } else {
         consumer.begin_output(out, p);
       }
@@ -188,7 +191,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       block.advance();
     }
     if (more) {
-      if constexpr (kRoundsQueries) {
+      if constexpr (kScaled) {
         float of_rows[2];
         rounding.round(shared.q[0], of_rows, first_row, lane);
         scales.join(of_rows);
@@ -203,7 +206,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       consumer.wait_for_k(kv_state);
       if constexpr (kQInRegisters) {
         consumer.load_q(q);
-        if constexpr (!kRoundsQueries) consumer.release_q();
+        if constexpr (!kScaled) consumer.release_q();
       }
       begin_scores(kv_state);
       scales.advance(consumer.scales_of(kv_state));
@@ -213,7 +216,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       softmax_block(std::true_type(), block.key(), [] {});
       // Each step: the scores of the next block of keys and the output of this one, of which the
       // rest is computed beside the softmax, or before it.
-      while (!block.is_last()) {
+      const auto step = [&] {
         block.advance();
         const auto next = kv_state.next();
         consumer.wait_for_k_and_v(next);
@@ -226,18 +229,25 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         ptx::wgmma_wait<1>(scores[0]);
         consumer.release_k(next);
         const auto finish_block = [&] {
-          // (ptxas moves a wait up to the last condition. count() has one: what is computed ahead
-          // stays before it.)
-          if constexpr (Probabilities::kAhead > 0) long_sum.count(out);
+          // (ptxas moves a wait up to the last condition: what is computed ahead stays before
+          // that of the sum.)
+          if constexpr (kSumInStep) long_sum.count(out);
           finish_output();
-          if constexpr (Probabilities::kAhead == 0) long_sum.count(out);
         };
         if constexpr (!Probabilities::kBesideOutput) finish_block();
         softmax_block(std::false_type(), block.key(), [&] {
           if constexpr (Probabilities::kBesideOutput) finish_block();
         });
+      };
+      while (!block.is_last()) {
+        int steps = 0;
+        do step();
+        while ((!kSumBetween || ++steps < Sum::kBlocks) && !block.is_last());
+        if (!kSumBetween || block.is_last()) break;
+        // (Within a step its condition would have the whole softmax wait for P V.)
+        long_sum.take(out);
       }
-      if constexpr (!kQInRegisters && !kRoundsQueries) consumer.release_q();
+      if constexpr (!kQInRegisters && !kScaled) consumer.release_q();
       consumer.wait_for_v();
       turns.take();
       begin_output();
@@ -262,7 +272,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       epilogue.store_output(maps, consumer.tile(), out, shared.warp_stages);
     }
     consumer.release_tile();
-    if (!kRoundsQueries && !block.empty()) consumer.q_state.advance();
+    if (!kScaled && !block.empty()) consumer.q_state.advance();
   }
   if constexpr (Config::kStagedOutput) wait_for_stores_of_warp();  // they read shared memory
 }

@@ -4,14 +4,12 @@
 #include <climits>
 #include <cstdint>
 #include <stdexcept>
-#include <string>
 #include <type_traits>
 
-#include "host/launch.h"
 #include "kernel.h"
 #include "params.h"
 #include "sm90/forward_launch.cuh"
-#include "sm90/transposed_values.cuh"
+#include "sm90/transpose_launch.cuh"
 
 namespace flash::sm90 {
 
@@ -21,7 +19,12 @@ struct QuantisedRow {
   static_assert(std::is_same_v<T, KV>);
   using Params = QuantisedParams;
   static constexpr uint32_t kTakes = features_of(kFeatures) & ~(kDropout | kPlace);
-  static constexpr int kTiles = 1;
+  // Tile 0 finds values of e4m3 transposed, tile 1 transposes them. (Of 192 columns a warp would
+  // have three squares, and too few registers, as in the full set.)
+  static constexpr bool kMayTranspose = std::is_same_v<T, __nv_fp8_e4m3> &&
+                                        kFeatures == FeatureSet::kPlain &&
+                                        kHeadDimV % kSquareRows == 0 && kHeadDimV != 192;
+  static constexpr int kTiles = kMayTranspose ? 2 : 1;
 
   template <Values kValues, bool kDivided>
   using Config =
@@ -53,43 +56,30 @@ struct QuantisedRow {
   template <Values kValues>
   static Launcher prepare_values(Params& params, Workspaces& wanted) {
     using Divided = Config<kValues, true>;
-    const ForwardPlan plan =
-        plan_quantised(params, kFeatures, kHeadDim, kHeadDimV, Divided::kTile, slots_of<Divided>);
+    constexpr bool kIsRaw = kValues == Values::kPlain;
+    bool may_transpose = kIsRaw && kMayTranspose;
+    if constexpr (kIsRaw && kMayTranspose) {
+      if (!Config<Values::kRows, false>::kSums) may_transpose = params.seqlen_k <= kSummedKeys;
+    }
+    const ForwardPlan plan = plan_quantised(params, kFeatures, kHeadDim, kHeadDimV, Divided::kTile,
+                                            may_transpose, slots_of<Divided>);
     params.num_splits = plan.splits;
+    if constexpr (kIsRaw && kMayTranspose) {
+      if (plan.tile == 1) {
+        wanted.add_kept_zero("counters", params.counters);
+        return prepare_kernel<Config<Values::kRows, false>>(params, INT_MAX);
+      }
+    }
     auto attend = prepare_plan<Config<kValues, false>, Divided>(plan.whole, params, wanted);
-    if constexpr (kValues == Values::kPlain) {
-      return [transpose = prepare_transpose(params, wanted), attend](const Params& bound,
-                                                                     cudaStream_t stream) {
+    if constexpr (kIsRaw) {
+      return [transpose = prepare_transpose<kHeadDimV>(params, wanted), attend](
+                 const Params& bound, cudaStream_t stream) {
         transpose(bound, stream);
         attend(bound, stream);
       };
     } else {
       return attend;
     }
-  }
-
-  // The launch that transposes raw values, into a workspace.
-  static Launcher prepare_transpose(const Params& params, Workspaces& wanted) {
-    QuantiseParams values{};
-    values.v = params.raw_v, values.v_out = params.v;
-    values.batch = params.batch, values.seqlen_k = params.seqlen_k;
-    values.total_k = params.total_k, values.blocks = params.places_v / kScaledKeys;
-    values.nheads_kv = params.nheads_kv, values.headdim_v = params.headdim_v;
-    values.cu_seqlens_k = params.cu_seqlens_k;
-    const int64_t tiles = tiles_of_keys(values);
-    if (tiles > INT_MAX) {
-      throw std::invalid_argument("v: got " + std::to_string(tiles) +
-                                  " blocks of rows; accepted: up to 2^31 - 1");
-    }
-    wanted.add("transposed_v", reinterpret_cast<uint8_t* const&>(params.v.data),
-               tiles * kScaledKeys * params.headdim_v);
-    return [values, tiles](const Params& bound, cudaStream_t stream) {
-      QuantiseParams found = values;
-      found.v.data = bound.raw_v.data, found.v_out.data = bound.v.data;
-      found.cu_seqlens_k = bound.cu_seqlens_k, found.seqused_k = bound.seqused_k;
-      launch_overlapping(transpose_kernel<kHeadDimV>, static_cast<int>(tiles), kTransposeThreads,
-                         size_t{0}, stream, "launch of the sm90 transpose kernel", found);
-    };
   }
 };
 

@@ -1,5 +1,6 @@
 // Queries of 16 bits become operands of 8 bits: the warps that multiply them rotate and round them.
-// A query is read by one thread block alone, so nothing is rounded twice, and no pass writes it.
+// A query belongs to one tile. So it is rounded once, or where the keys of a tile are divided once
+// by each part, and no pass writes it.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,8 @@
 
 namespace flash::sm90 {
 
-// Of a warp's 16 rows. Its lane 4 g + t has columns 32 i + 8 t .. 32 i + 8 t + 7 of rows g and g
-// + 8.
+// Of a warp's 16 rows. Its lane 4 g + t has columns 32 i + 8 t .. 32 i + 8 t + 7 of row g and of
+// row g + 8.
 template <typename Config>
 class QueryRounding {
   using T = typename Config::T;
@@ -60,12 +61,8 @@ class QueryRounding {
       scale[half] = step_of<T>(largest_of_lanes(largest_of_row(x, half), 4) * norm);
       const int row = first_row + 8 * half;
       round_row<T>(x, half, __fdividef(norm, scale[half]), [&](int i, uint2 numbers) {
-        constexpr int kChunks = kPartRowBytes / 16;  // of a row of a part
-        const int chunk = 2 * i + lane % 4 / 2;
-        auto* const place = reinterpret_cast<uint8_t*>(tile) +
-                            (chunk / kChunks * Config::kBlockM + row) * kPartRowBytes +
-                            (chunk % kChunks ^ row % kChunks) * 16 + lane % 2 * 8;
-        *reinterpret_cast<uint2*>(place) = numbers;
+        const int place = place_of_chunk<Config::kBlockM>(row, 2 * i + lane % 4 / 2) + lane % 2 * 8;
+        *reinterpret_cast<uint2*>(reinterpret_cast<uint8_t*>(tile) + place) = numbers;
       });
     }
     cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);

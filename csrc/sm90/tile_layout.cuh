@@ -14,6 +14,12 @@ template <typename T>
 constexpr int kBoxCols = kPartRowBytes / sizeof(T);
 template <typename T, int kCols>
 constexpr int kParts = (kCols + kBoxCols<T> - 1) / kBoxCols<T>;
+// Where chunk `chunk` of a row begins in a tile of kRows rows, in bytes.
+template <int kRows>
+__device__ constexpr int place_of_chunk(int row, int chunk) {
+  constexpr int kChunks = kPartRowBytes / 16;  // of a row of a part
+  return (chunk / kChunks * kRows + row) * kPartRowBytes + (chunk % kChunks ^ row % kChunks) * 16;
+}
 // Elements of a tile.
 template <typename T, int kRows, int kCols>
 constexpr int kTileSize = kParts<T, kCols> * kRows * kBoxCols<T>;

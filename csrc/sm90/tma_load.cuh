@@ -12,6 +12,7 @@
 
 #include "ptx/opaque.h"
 #include "sm90/pipeline.cuh"
+#include "sm90/square_transposer.cuh"
 #include "sm90/tile_layout.cuh"
 
 namespace flash::sm90 {
@@ -91,6 +92,20 @@ __device__ void clear_tail(T* tile, int valid_rows, int lane) {
     }
   }
   cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
+}
+
+// The same of a square of values of 8 bits (square_transposer.cuh).
+template <typename T>
+__device__ void clear_rows(T* square, int valid_rows, int lane) {
+  static_assert(sizeof(T) == 1);
+  constexpr int kChunks = kSquareRows / sizeof(uint4);
+#pragma unroll 1
+  for (int i = 0; i < kSquareRows * kChunks; i += 32) {
+    if ((i + lane) / kChunks >= valid_rows) {
+      reinterpret_cast<uint4*>(square)[i + lane] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  __syncwarp();
 }
 
 }  // namespace flash::sm90

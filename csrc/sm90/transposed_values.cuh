@@ -1,13 +1,9 @@
-// Values of 8 bits as WGMMA takes them, keys side by side; and the pass that transposes values of
-// e4m3.
+// Values of 8 bits as WGMMA takes them, keys side by side, on their way from 16 bits.
 #pragma once
-
-#include <cuda_fp8.h>
 
 #include <cstdint>
 
 #include "params.h"
-#include "ptx/griddepcontrol.h"
 #include "ptx/opaque.h"
 #include "sm90/scaled_blocks.cuh"
 
@@ -69,38 +65,5 @@ struct TransposedValues {
     __syncthreads();
   }
 };
-
-constexpr int kTransposeThreads = 512;
-
-// Grid: blocks of 128 rows of v.
-template <int kDim>
-__global__ void __launch_bounds__(kTransposeThreads, 4)
-    transpose_kernel(const __grid_constant__ QuantiseParams params) {
-  using Transposed = TransposedValues<kDim, kTransposeThreads>;
-  __shared__ Transposed shared;
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
-  const QuantisedRows rows = keys_of_tile(params, blockIdx.x);
-  uint2 x[Transposed::kItems][4];
-  Transposed::template for_each_source<uint8_t>(
-      params.v, rows, params.headdim_v, [&](int item, int key, const uint8_t* source) {
-        x[item][key] = make_uint2(0, 0);
-        if (source != nullptr) x[item][key] = *reinterpret_cast<const uint2*>(source);
-      });
-  Transposed::for_each_item([&](int item, int word, int col) {
-    const uint2(&keys)[4] = x[item];
-    const auto write = [&](int first, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-      const uint32_t low_ab = __byte_perm(a, b, 0x5140), low_cd = __byte_perm(c, d, 0x5140);
-      const uint32_t high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
-      shared.word(first, word) = __byte_perm(low_ab, low_cd, 0x5410);
-      shared.word(first + 1, word) = __byte_perm(low_ab, low_cd, 0x7632);
-      shared.word(first + 2, word) = __byte_perm(high_ab, high_cd, 0x5410);
-      shared.word(first + 3, word) = __byte_perm(high_ab, high_cd, 0x7632);
-    };
-    write(col, keys[0].x, keys[1].x, keys[2].x, keys[3].x);
-    write(col + 4, keys[0].y, keys[1].y, keys[2].y, keys[3].y);
-  });
-  shared.store(params.v_out, rows, params.headdim_v);
-}
 
 }  // namespace flash::sm90

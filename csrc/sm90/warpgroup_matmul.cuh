@@ -112,14 +112,11 @@ __device__ void start_multiply_or_accumulate(float (&d)[kColTiles][4],
 // tile: (parts, kRows, kBoxCols<T>)
 template <typename T, int kRows, int kSteps>
 __device__ void load_operands(uint32_t (&a)[kSteps][4], const T* tile, int row, int lane) {
-  constexpr int kChunks = kPartRowBytes / 16;  // of a row of a part
   const int lane_row = row + lane % 16;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    const int chunk = k * 2 + lane / 16;
-    ptx::ldmatrix_x4(a[k], shared_address(tile) +
-                               (chunk / kChunks * kRows + lane_row) * kPartRowBytes +
-                               (chunk % kChunks ^ lane_row % 8) * 16);
+    ptx::ldmatrix_x4(a[k],
+                     shared_address(tile) + place_of_chunk<kRows>(lane_row, k * 2 + lane / 16));
   }
 }
 

@@ -40,6 +40,7 @@ __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
 #include "sm90/probabilities.cuh"
 #include "sm90/rotation.cuh"
 #include "sm90/scaled_blocks.cuh"
+#include "sm90/square_transposer.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
 using namespace flash;
@@ -133,6 +134,33 @@ void check_product() {
         expected += p[row][key] * v[key][col];
       }
       compare("P V", found, expected);
+    }
+  }
+}
+
+// Two squares of values as TMA writes them, transposed in place.
+void check_squares() {
+  constexpr int kPlace = 4096;
+  static unsigned char v[2][kSquareRows][kSquareRows];
+  for (int i = 0; i < 2; ++i) {
+    for (int key = 0; key < kSquareRows; ++key) {
+      for (int col = 0; col < kSquareRows; ++col) {
+        v[i][key][col] = engine() % 256;
+        const int place = kPlace + i * kSquareBytes + swizzled<kSquareRows>(key, col);
+        shared_memory[place] = v[i][key][col];
+      }
+    }
+  }
+  run_lanes(32, [&](int lane) { SquareTransposer(lane).transpose_two<kSquareBytes>(kPlace); });
+  for (int i = 0; i < 2; ++i) {
+    const int begin = kPlace + i * kSquareBytes;
+    const auto* const tile = reinterpret_cast<const __nv_fp8_e4m3*>(shared_memory + begin);
+    const KMajor<__nv_fp8_e4m3, kSquareRows, uint64_t, kSquareRows> values(tile);
+    for (int col = 0; col < kSquareRows; ++col) {
+      for (int key = 0; key < kSquareRows; ++key) {
+        const int place = place_in_matrix(values.step(key / 32), col, place_of_key(key % 32));
+        compare("transposed value", shared_memory[place], v[i][key][col]);
+      }
     }
   }
 }
@@ -251,6 +279,7 @@ int main() {
   check_product<128, 96, RoundedProbabilities<16, 6, 0>>();
   check_product<64, 64, LinearProbabilities<8, false>>();
   check_product<64, 256, RoundedProbabilities<8, 3, 0>>();
+  check_squares();
   check_exponents<LinearProbabilities<8, true>>(0.085, 1.5);
   check_exponents<RoundedProbabilities<8, 3, 0>>(0.0625, 0.5);
   check_exponents<RoundedProbabilities<8, 5, 0>>(0.0625, 0.5);

@@ -74,7 +74,8 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
 
 namespace flash::ptx {
 
-inline void ldmatrix(uint32_t (&x)[4], uint32_t address, bool transposed) {
+// The addresses of all lanes: those of 8 rows that are moved at once are in different banks.
+inline const uint32_t (&exchange_addresses(uint32_t address))[32] {
   static uint32_t addresses[32];
   addresses[this_lane] = address;
   meet();
@@ -85,6 +86,12 @@ inline void ldmatrix(uint32_t (&x)[4], uint32_t address, bool transposed) {
       std::printf("8 rows share banks of shared memory\n");
       std::exit(1);
     }
+  }
+  return addresses;
+}
+inline void ldmatrix(uint32_t (&x)[4], uint32_t address, bool transposed) {
+  const uint32_t (&addresses)[32] = exchange_addresses(address);
+  for (int i = 0; i < 4; ++i) {
     for (int j = 0; j < 2; ++j) {
       const int row = transposed ? this_lane % 4 * 2 + j : this_lane / 4;
       const int col = transposed ? this_lane / 4 : this_lane % 4 * 2 + j;
@@ -96,6 +103,13 @@ inline void ldmatrix(uint32_t (&x)[4], uint32_t address, bool transposed) {
 }
 inline void ldmatrix_x4(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, false); }
 inline void ldmatrix_x4_trans(uint32_t (&x)[4], uint32_t address) { ldmatrix(x, address, true); }
+inline void stmatrix_x4(uint32_t address, const uint32_t (&x)[4]) {
+  const uint32_t (&addresses)[32] = exchange_addresses(address);
+  for (int i = 0; i < 4; ++i) {
+    std::memcpy(shared_memory + addresses[8 * i + this_lane / 4] + this_lane % 4 * 4, &x[i], 4);
+  }
+  meet();
+}
 
 template <typename T>
 inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
