@@ -89,8 +89,8 @@ struct ForwardConfig {
   // Registers of rounded P whose powers are computed beside P V of the block before: as many as
   // there is room for.
   static constexpr int kAhead = !kManyRegisters || kTransposes ? 0 : kQInRegisters ? 2 : 4;
-  // Of long rows. Where a step holds the sum, but not in the kernel that transposes values as well,
-  // the two would differ in their last bits: that one has none, and takes few keys.
+  // Whether long rows are summed (long_sum.cuh). Where exponentials are rounded, a kernel that
+  // transposes values could not sum as its fellow does, bit for bit: it takes kSummedKeys at most.
   static constexpr bool kSums = kQuantisedValues && !(kTransposes && !kLinear);
   using Probabilities = std::conditional_t<
       !kQuantisedValues, WideProbabilities<V, kBlockN / 8, kManyRegisters && !kDivided>,

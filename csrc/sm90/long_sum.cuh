@@ -40,7 +40,7 @@ class LongSum {
     add(out, blocks_ == kBlocks);
   }
 
-  // The sum takes what `out` holds, which begins anew.
+  // The sum takes what `out` holds, which begins anew. For those who do not count.
   __device__ void take(Out& out) {
     add(out, blocks_ == 0);
     clear(out);
@@ -137,9 +137,10 @@ class LongSum {
 
 // Of products of 16 bits, or of few keys.
 struct NoLongSum {
+  static constexpr int kBlocks = 0;
+
   template <typename Stages>
   __device__ explicit NoLongSum(Stages&) {}
-  static constexpr int kBlocks = 0;
   __device__ bool is_fresh() const { return false; }
   template <typename Out>
   __device__ void count(Out&) const {}

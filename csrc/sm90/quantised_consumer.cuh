@@ -244,7 +244,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         do step();
         while ((!kSumBetween || ++steps < Sum::kBlocks) && !block.is_last());
         if (!kSumBetween || block.is_last()) break;
-        // (Within a step its condition would have the whole softmax wait for P V.)
+        // (In a step, under a condition, it would have the whole softmax wait for P V.)
         long_sum.take(out);
       }
       if constexpr (!kQInRegisters && !kScaled) consumer.release_q();

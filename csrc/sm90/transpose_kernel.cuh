@@ -39,11 +39,11 @@ struct TransposeStages {
 
 // Units of 128 keys of a head with kDim columns.
 template <int kDim>
-constexpr int units_of_tile = (kDim + kSquareRows - 1) / kSquareRows;
+constexpr int kUnitsOfTile = (kDim + kSquareRows - 1) / kSquareRows;
 
 template <int kDim>
 class ValueTransposer {
-  static constexpr int kColumns = units_of_tile<kDim>;
+  static constexpr int kColumns = kUnitsOfTile<kDim>;
   static constexpr int kStages = TransposeStages::kStages, kSquares = TransposeStages::kSquares;
   const QuantiseParams& params_;
   const TransposeMaps& maps_;

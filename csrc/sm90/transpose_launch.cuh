@@ -25,7 +25,7 @@ std::function<void(const QuantisedParams&, cudaStream_t)> prepare_transpose(
   values.batch = params.batch, values.seqlen_k = params.seqlen_k;
   values.total_k = params.total_k, values.blocks = params.places_v / kScaledKeys;
   values.nheads_kv = params.nheads_kv, values.cu_seqlens_k = params.cu_seqlens_k;
-  constexpr int kUnits = units_of_tile<kDim>, kMostTiles = INT_MAX / kUnits;
+  constexpr int kUnits = kUnitsOfTile<kDim>, kMostTiles = INT_MAX / kUnits;
   const int64_t tiles = tiles_of_keys(values);
   if (tiles > kMostTiles) {
     throw std::invalid_argument("v: got " + std::to_string(tiles) +
