@@ -420,7 +420,7 @@ def test_more_rows_decode_where_tiles_are_few(device, monkeypatch):
         flash_attn.flash_attn_with_kvcache(q, cache, cache, num_splits=1)
         flash_attn.flash_attn_with_kvcache(q, cache[:, :1000], cache[:, :1000])
         flash_attn.flash_attn_with_kvcache(torch.cat([q, q, q], 1), cache, cache)
-        many = [x.expand(40, -1, -1, -1) for x in (q, cache)]
+        many = [x.expand(64, -1, -1, -1) for x in (q, cache)]
         flash_attn.flash_attn_with_kvcache(many[0], many[1], many[1])
     assert [operation for operation, _ in seen] == ["decode"] + ["forward"] * 4
 

@@ -28,7 +28,8 @@ __device__ void start_by_warps(const ForwardParams& params, const Sequence& sequ
                                typename Config::SharedStorage& shared, int warp) {
   const uint32_t ring = shared_address(shared.ring[warp]);
   loader.template load<false>(ring);
-  load_queries<Config>(params, sequence, tile, shared_address(shared.q));
+  load_queries<Config>(params, sequence, tile, shared_address(shared.q), threadIdx.x,
+                       Config::kThreads);
   loader.template load<true>(ring + Config::kSlotBytes);
 }
 
@@ -63,7 +64,7 @@ __device__ void attend_by_warps(const ForwardParams& params, const DecodeSchedul
     }
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
-    load_queries<Config>(params, part.sequence, part.tile, q);
+    load_queries<Config>(params, part.sequence, part.tile, q, threadIdx.x, Config::kThreads);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
   } else {

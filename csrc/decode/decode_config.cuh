@@ -56,8 +56,12 @@ struct DecodeConfig {
   static constexpr int kRowTiles = kWarpgroup ? 1 : kRows / 16;  // of a warp
   static constexpr bool kHopper = kHopper_;
   static constexpr int kMostCluster = kHopper ? 16 : 1;  // thread blocks
-  // Four warps load for a warpgroup.
-  static constexpr int kThreads = 32 * kWarps * (kWarpgroup ? 2 : 1);
+  // Four warps load for two warpgroups.
+  static constexpr int kWarpgroups = kWarpgroup ? 2 : 0;  // that multiply
+  static constexpr int kThreads = 32 * kWarps * (1 + kWarpgroups);
+  // Wide heads want more registers than there are for each thread: loaders give theirs.
+  static constexpr bool kGivesRegisters = kWarpgroup && kHeadDimV > 128;
+  static constexpr int kRegisters = 168, kRegistersToLoad = 72, kRegistersToMultiply = 216;
   static constexpr int kWiderDim = kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV;
   static constexpr int kBlocksPerSm = kWarpgroup ? 1 : 2;
   // Keys that a warp loads for a step. Of e4m3 as many as have the bytes of others, unless they
@@ -80,9 +84,9 @@ struct DecodeConfig {
   static constexpr int kSlotBytes =
       kKeys * 16 * (kHeadDim > kHeadDimV ? KeyLayout::kChunks : ValueLayout::kChunks);
 
-  // Results that a thread block merges: of the warps, if each has its own keys. Behind the columns
-  // of a row are its reference and its sum.
-  static constexpr int kResults = kRings;
+  // Results that a thread block merges: of warps, or warpgroups, with keys of their own. Behind the
+  // columns of a row are its reference and its sum.
+  static constexpr int kResults = kWarpgroup ? kWarpgroups : kWarps;
   static constexpr int kFours = kHeadDimV / 4;
   // With 8 more columns, lanes that write two of each of 8 rows meet different banks; with 16,
   // those that write four.
@@ -106,14 +110,15 @@ struct DecodeConfig {
 
   static constexpr int kAlignment = kWarpgroup ? 1024 : 128;
   struct SharedStorage {
-    // In the order of these layouts.
-    alignas(kAlignment) T q[kQueryElements];
     union {
-      alignas(kAlignment) KV ring[kRings][kSlots][kSlotBytes / sizeof(KV)];
+      struct {  // in the order of these layouts
+        alignas(kAlignment) T q[kQueryElements];
+        alignas(kAlignment) KV ring[kRings][kSlots][kSlotBytes / sizeof(KV)];
+      };
       float4 out[kResults][kRows][kOutStride / 4];  // at the end
     };
     float4 received[kReceivedRows > 0 ? kReceivedRows : 1][kFours + 1];
-    Ring ring_pipeline;  // of a warpgroup
+    Ring ring_pipeline;  // of warpgroups
     uint64_t queries_full, received_full;
   };
   static constexpr size_t kSharedBytes = sizeof(SharedStorage);

@@ -20,13 +20,14 @@
 #include "common/range.h"
 #include "common/sequence.h"
 #include "common/warp.h"
-#include "decode/decode_by_warpgroup.cuh"
+#include "decode/decode_by_warpgroups.cuh"
 #include "decode/decode_by_warps.cuh"
 #include "decode/decode_config.cuh"
 #include "decode/decode_part.cuh"
 #include "params.h"
 #include "ptx/cluster.h"
 #include "ptx/griddepcontrol.h"
+#include "ptx/setmaxnreg.h"
 
 namespace flash::decode {
 
@@ -76,7 +77,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
       first_row + tile.rows == all_rows ? sequence.seqlen_q : tile.query_of(tile.rows - 1) + 1;
 
   // The first loads. Where a length does not decide which keys they are of, they do not wait for
-  // it: rows behind the last key are in the cache too.
+  // it: rows behind the last key are in the cache too. Nor do the first keys of warpgroups wait for
+  // the barriers.
   const int stride = schedule.splits * kStepKeys;
   KeyLoader<Config> loader(params, batch, head_kv, schedule.page_shift, stride, lane);
   const bool follows = follows_append<Config>(params);
@@ -86,16 +88,23 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     loader.start(sequence, begin + part * kStepKeys + warp * Config::kBlockN, end);
     if (follows) return;
     if constexpr (Config::kWarpgroup) {
-      start_for_warpgroup<Config>(params, sequence, tile, loader, shared);
+      loader.template load<false>(shared_address(shared.ring));
     } else {
       start_by_warps<Config>(params, sequence, tile, loader, shared, warp);
     }
   };
+  const auto start_more = [&] {
+    if constexpr (Config::kWarpgroup) {
+      if (is_loader && !follows) start_values<Config>(loader, shared);
+    }
+  };
+  if (schedule.starts_early) start(0, sequence.seqlen_k);
   if constexpr (Config::kWarpgroup) {
     if (warp == kWarps && lane == 0) init_barriers<Config>(shared);
     __syncthreads();  // the barriers are initialised
+    if (!is_loader && !follows) start_queries<Config>(params, sequence, tile, shared);
   }
-  if (schedule.starts_early) start(0, sequence.seqlen_k);
+  if (schedule.starts_early) start_more();
   sequence.take_rows_in_use(params, batch, params.seqlen_new);
 
   // Keys of the tile, of which each part has a step in turn.
@@ -105,11 +114,13 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   mask.seqlen_k = visible.end;  // rows from there on are not loaded
   const int steps = visible.empty() ? 0 : (visible.end - visible.begin + kStepKeys - 1) / kStepKeys;
   const int parts_used = min(steps, schedule.splits);  // the others have no keys
+  const bool has_keys = part < parts_used;
+  if constexpr (Config::kWarpgroup) {
+    if (!has_keys && !follows) finish_start<Config>(shared, schedule.starts_early);
+  }
   // A cluster waits for all of its parts; one part alone merges with none.
   if (part > 0 && (parts_used <= 1 || part - rank >= parts_used)) {
-    if constexpr (Config::kWarpgroup) {
-      if (schedule.starts_early && is_loader) finish_start<Config>(shared);
-    } else {
+    if constexpr (!Config::kWarpgroup) {
       if (schedule.starts_early) ptx::cp_async_wait_all();
     }
     return;
@@ -118,16 +129,22 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
     loader.end_at(visible.end);
   } else {
     start(visible.begin, visible.end);
+    start_more();
   }
-  const int begin = part < parts_used ? visible.begin + part * kStepKeys : visible.end;
+  const int begin = has_keys ? visible.begin + part * kStepKeys : visible.end;
   const Part keys{sequence, tile, mask, batch, first_query, end_query, begin, visible.end, stride};
   if constexpr (!Config::kWarpgroup) {
     attend_by_warps<Config>(params, schedule, keys, part == 0, scale_log2, loader, shared, warp,
                             lane);
   } else if (is_loader) {
+    if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_dec<Config::kRegistersToLoad>();
     load_part<Config>(params, schedule, keys, loader, shared, warp);
+    if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_inc<Config::kRegisters>();
   } else {
-    multiply_part<Config>(params, keys, part == 0, scale_log2, shared, warp - kWarps, lane);
+    if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_inc<Config::kRegistersToMultiply>();
+    multiply_part<Config>(params, keys, part == 0, scale_log2, shared, warp / kWarps - 1,
+                          warp % kWarps, lane);
+    if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_dec<Config::kRegisters>();
   }
   __syncthreads();         // results are there
   float value_unit = 1.f;  // what P V is to be multiplied by
@@ -139,14 +156,9 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   constexpr int kFours = Config::kFours;
   const auto statistics = [](const float4& x) { return make_float2(x.x, x.y); };
   const auto of_warps = [&](int row, int four) {
-    if constexpr (Config::kResults == 1) {
-      const float2 all = statistics(shared.out[0][row][kFours]);
-      return Merged{shared.out[0][row][four], all.x, all.y};
-    } else {
-      return merge<Config::kResults>(
-          Config::kResults, [&](int i) { return statistics(shared.out[i][row][kFours]); },
-          [&](int i) { return shared.out[i][row][four]; });
-    }
+    return merge<Config::kResults>(
+        Config::kResults, [&](int i) { return statistics(shared.out[i][row][kFours]); },
+        [&](int i) { return shared.out[i][row][four]; });
   };
   const auto store = [&](int row, int four, const Merged& x) {
     store_merged<T>(params, sequence, tile.query_of(row), tile.head_of(row), four * 4, x,

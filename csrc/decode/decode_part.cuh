@@ -52,14 +52,14 @@ struct TileRows {
   }
 };
 
-// Starts the copy of the tile's queries, by the threads of the first four warps. What is in the
+// Starts the copy of the tile's queries, by `threads` threads of which this is one. What is in the
 // other rows stays there. q: shared address
 template <typename Config>
 __device__ void load_queries(const ForwardParams& params, const Sequence& sequence,
-                             const TileRows& tile, uint32_t q) {
+                             const TileRows& tile, uint32_t q, int thread, int threads) {
   using T = typename Config::T;
   using Layout = typename Config::QueryLayout;
-  for (int i = threadIdx.x; i < tile.rows * Layout::kChunks; i += 32 * kWarps) {
+  for (int i = thread; i < tile.rows * Layout::kChunks; i += threads) {
     const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
     const T* const source = rows_of<const T>(
         params.q, sequence.q_batch, sequence.q_first + tile.query_of(row), tile.head_of(row));

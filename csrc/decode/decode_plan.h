@@ -71,13 +71,13 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
   constexpr float kBytes = 4.67e6f, kCacheBytes = 7.8e6f, kSmallPages = 0.93f;
   constexpr float kByTwos = 0.96f;
   const bool narrow = work.tile_rows == 16, by_wgmma = work.tile_rows == 64;
-  const float ends = narrow ? 4.4f : by_wgmma ? 4.45f : 4.9f;
-  const float bytes_of_one = work.is_e4m3 ? 29e3f : narrow ? 55.9e3f : by_wgmma ? 46.9e3f : 44.7e3f;
+  const float ends = narrow ? 4.f : by_wgmma ? 4.57f : 4.5f;
+  const float bytes_of_one = work.is_e4m3 ? 29e3f : narrow ? 55.9e3f : by_wgmma ? 53.8e3f : 44.7e3f;
   const float bytes_of_two = work.is_e4m3 ? 40e3f : narrow ? 86.2e3f : 50e3f;
   // To merge, for each turn of the threads: what the thread block has, 8 parts of a cluster, and of
   // 8 clusters, which also takes some time once.
-  constexpr float kOwnTurn = 0.21f, kClusterParts = 0.52f, kClustersParts = 1.02f;
-  constexpr float kClusters = 0.98f;
+  const float own_turn = by_wgmma ? 0.2f : 0.21f, cluster_parts = by_wgmma ? 0.2f : 0.52f;
+  const float clusters_parts = by_wgmma ? 1.65f : 1.02f, of_clusters = by_wgmma ? 0.28f : 0.98f;
   constexpr int kMostClusters = 16;  // that are tried
   const bool small_pages = params.block_table != nullptr && params.page_size < work.step_keys;
   const auto turns = [&](int rows) {
@@ -124,9 +124,9 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
         return parts > 1 ? each * slice_turns * static_cast<float>((parts + 7) / 8) : 0.f;
       };
       plan.time = static_cast<float>(blocks / slots) * round(slots, block_steps) +
-                  round(blocks % slots, block_steps) + turns(work.rows) * kOwnTurn +
-                  merging(cluster, kClusterParts) + (plan.clusters > 1 ? kClusters : 0.f) +
-                  merging(plan.clusters, kClustersParts);
+                  round(blocks % slots, block_steps) + turns(work.rows) * own_turn +
+                  merging(cluster, cluster_parts) + (plan.clusters > 1 ? of_clusters : 0.f) +
+                  merging(plan.clusters, clusters_parts);
       if (plan.time < best.time) best = plan;
     }
   }

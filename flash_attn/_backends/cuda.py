@@ -744,7 +744,7 @@ def _decodes_more(problem: Attention, backend: str, rows: int) -> bool:
         return tiles <= 128
     if rows <= tile_rows:
         return tiles * min(keys, 2**15) <= 2**18
-    return tiles * min(keys, 2**14) <= 2**16
+    return tiles * min(keys, 2**14) <= 2**17
 
 
 def _is_empty(problem: Attention) -> bool:

@@ -40,7 +40,7 @@ int main() {
       work.tiles = int64_t{batch} * nheads_kv * work.same_keys;
       work.tile_rows = tile_rows;
       work.rows = std::min(rows, tile_rows);
-      work.rows_of_threads = tile_rows == 64 ? 8 : 4;
+      work.rows_of_threads = tile_rows == 64 ? 12 : 4;
       work.step_keys = 64;
       work.step_bytes = 64 * 2 * 128 * 2;
       work.most_splits = 256;
