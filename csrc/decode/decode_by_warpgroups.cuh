@@ -101,7 +101,6 @@ __device__ void load_part(const ForwardParams& params, const DecodeSchedule& sch
     load(std::false_type());
     load(std::true_type());
   }
-  __syncthreads();  // the warpgroups are done with the ring
 }
 
 // Multiplies by every other step of a part, by one of two warpgroups.

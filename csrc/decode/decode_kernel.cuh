@@ -127,7 +127,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   }
   if (schedule.starts_early) {
     loader.end_at(visible.end);
-  } else {
+  } else if (has_keys || !Config::kWarpgroup) {
     start(visible.begin, visible.end);
     start_more();
   }
@@ -138,7 +138,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
                             lane);
   } else if (is_loader) {
     if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_dec<Config::kRegistersToLoad>();
-    load_part<Config>(params, schedule, keys, loader, shared, warp);
+    if (has_keys) load_part<Config>(params, schedule, keys, loader, shared, warp);
+    __syncthreads();  // the warpgroups are done with the ring
     if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_inc<Config::kRegisters>();
   } else {
     if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_inc<Config::kRegistersToMultiply>();
