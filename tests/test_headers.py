@@ -114,3 +114,10 @@ def test_operands_of_8_bits(tmp_path: Path, build_support: ModuleType) -> None:
 def test_products_in_e4m3(tmp_path: Path, build_support: ModuleType) -> None:
     """Lanes, layouts and banks; it takes the headers of a CUDA toolkit."""
     assert output_of("e4m3", tmp_path, [], toolkit_include(build_support)) == (0, "")
+
+
+def test_decode_kernel(tmp_path: Path, build_support: ModuleType) -> None:
+    """Threads in random order, with copies and products at random times: numbers, no deadlock."""
+    cluster = ROOT / "tests" / "cpp" / "cluster"
+    more = ("-I", str(cluster), *toolkit_include(build_support))
+    assert output_of("decode_kernel", tmp_path, [5], more) == (0, "")
