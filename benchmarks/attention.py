@@ -74,6 +74,7 @@ OPTIONS = (
 )
 SHORT_MS = 0.03  # about the host time of a call on a slow host
 MANY = 20  # cases, of which a percentile says something
+SETTLED_BYTES = 1e10  # that a case has for each second in which its samples do not count
 # GB/s that the maker of the GPU gives for its memory.
 BANDWIDTHS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0}
 
@@ -115,7 +116,9 @@ def measure(
                     backends[name] = name
                 samplers[name] = sample
             names.append(name)
-        ms = time_in_turn(samplers, rounds) if samplers else {}
+        # Making inputs of gigabytes leaves a GPU with a low clock for about a second.
+        settle_s = case.bytes / SETTLED_BYTES if device == "cuda" else 0.0
+        ms = time_in_turn(samplers, rounds, settle_s) if samplers else {}
     ours = next((name for name in OURS if name in ms), None)
     return {
         **case.described(),

@@ -33,12 +33,18 @@ class Call:
             return self.run()
 
 
-def time_in_turn(samplers: Mapping[str, Sampler], rounds: int = 10) -> dict[str, float]:
+def time_in_turn(
+    samplers: Mapping[str, Sampler], rounds: int = 10, settle_s: float = 0.0
+) -> dict[str, float]:
     """Name to the median of ``rounds`` samples.
 
     The samplers take turns, so that clock and temperature changes meet all of them alike, and the
-    order is rotated from round to round.
+    order is rotated from round to round. Samples of the first ``settle_s`` seconds do not count.
     """
+    end = time.perf_counter() + settle_s
+    while time.perf_counter() < end:
+        for sample in samplers.values():
+            sample()
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
     for turn in range(rounds):
