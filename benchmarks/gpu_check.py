@@ -80,8 +80,17 @@ def count_outcomes(junit_xml: Path) -> Counter[str]:
     return outcomes
 
 
-def run_tests() -> tuple[int, Counter[str]]:
-    """Run the GPU tests; pytest's exit status and the outcomes it recorded.
+def names_of_failed(junit_xml: Path) -> list[str]:
+    """Which tests failed, or ended with an error, in pytest's JUnit report."""
+    return [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in ElementTree.parse(junit_xml).iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+
+
+def run_tests() -> tuple[int, Counter[str], list[str]]:
+    """Run the GPU tests; pytest's exit status, the outcomes it recorded, and what failed.
 
     The rest of the suite runs in CI. Most of a test's time is the host's: several share a GPU, and
     all GPUs are used, where pytest-xdist is installed. A test that hangs fails where pytest-timeout
@@ -102,7 +111,7 @@ def run_tests() -> tuple[int, Counter[str]]:
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         if not report.exists():
             raise SystemExit(f"pytest wrote no report (exit status {status}): nothing is recorded")
-        return status, count_outcomes(report)
+        return status, count_outcomes(report), names_of_failed(report)
 
 
 def check() -> int:
@@ -127,7 +136,7 @@ def check() -> int:
     compared = {name: everyone[name] for name in attention.SMOKE_PROVIDERS}
     started = time.perf_counter()
     tree = tree_hash(ROOT)
-    status, outcomes = run_tests()
+    status, outcomes, failed_tests = run_tests()
     record: dict[str, Any] = {
         "tree_hash": tree,
         "date": today(),
@@ -137,6 +146,7 @@ def check() -> int:
         "versions": versions(),
         "pytest_status": status,
         **outcomes,
+        "failed_tests": failed_tests,
         "attention": [attention.measure(case, compared) for case in attention.SMOKE["cuda"]],
         "host_time_us": host_time.measure(),
         "wall_time_s": round(time.perf_counter() - started, 1),
