@@ -74,7 +74,7 @@ OPTIONS = (
 )
 SHORT_MS = 0.03  # about the host time of a call on a slow host
 MANY = 20  # cases, of which a percentile says something
-SETTLED_BYTES = 1e10  # that a case has for each second in which its samples do not count
+SETTLING_BYTES = 1e10  # for each so many of a case it runs a second before its samples count
 # GB/s that the maker of the GPU gives for its memory.
 BANDWIDTHS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0}
 
@@ -116,8 +116,8 @@ def measure(
                     backends[name] = name
                 samplers[name] = sample
             names.append(name)
-        # Making inputs of gigabytes leaves a GPU with a low clock for about a second.
-        settle_s = case.bytes / SETTLED_BYTES if device == "cuda" else 0.0
+        # Behind the making of inputs of gigabytes the clock of a GPU is low for about a second.
+        settle_s = case.bytes / SETTLING_BYTES if device == "cuda" else 0.0
         ms = time_in_turn(samplers, rounds, settle_s) if samplers else {}
     ours = next((name for name in OURS if name in ms), None)
     return {

@@ -66,12 +66,16 @@ def freshness(root: Path) -> tuple[bool, str]:
     return passed, f"{'fresh' if passed else 'failing'}: the record is of this tree ({counts})"
 
 
+def has_failed(case: ElementTree.Element) -> bool:
+    return case.find("failure") is not None or case.find("error") is not None
+
+
 def count_outcomes(junit_xml: Path) -> Counter[str]:
     """Number of passed, failed, skipped and xfailed tests in pytest's JUnit report."""
     outcomes: Counter[str] = Counter(passed=0, failed=0, skipped=0, xfailed=0)
     for case in ElementTree.parse(junit_xml).iter("testcase"):
         skipped = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
+        if has_failed(case):
             outcomes["failed"] += 1
         elif skipped is not None:
             outcomes["xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"] += 1
@@ -80,17 +84,14 @@ def count_outcomes(junit_xml: Path) -> Counter[str]:
     return outcomes
 
 
-def names_of_failed(junit_xml: Path) -> list[str]:
-    """Which tests failed, or ended with an error, in pytest's JUnit report."""
-    return [
-        f"{case.get('classname')}::{case.get('name')}"
-        for case in ElementTree.parse(junit_xml).iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
+def failed_tests(junit_xml: Path) -> list[str]:
+    """Names of the tests that failed, or ended with an error, in pytest's JUnit report."""
+    cases = ElementTree.parse(junit_xml).iter("testcase")
+    return [f"{case.get('classname')}::{case.get('name')}" for case in cases if has_failed(case)]
 
 
 def run_tests() -> tuple[int, Counter[str], list[str]]:
-    """Run the GPU tests; pytest's exit status, the outcomes it recorded, and what failed.
+    """Run the GPU tests; pytest's exit status, the outcomes it recorded, the names of failed tests.
 
     The rest of the suite runs in CI. Most of a test's time is the host's: several share a GPU, and
     all GPUs are used, where pytest-xdist is installed. A test that hangs fails where pytest-timeout
@@ -111,7 +112,7 @@ def run_tests() -> tuple[int, Counter[str], list[str]]:
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
         if not report.exists():
             raise SystemExit(f"pytest wrote no report (exit status {status}): nothing is recorded")
-        return status, count_outcomes(report), names_of_failed(report)
+        return status, count_outcomes(report), failed_tests(report)
 
 
 def check() -> int:
@@ -136,7 +137,7 @@ def check() -> int:
     compared = {name: everyone[name] for name in attention.SMOKE_PROVIDERS}
     started = time.perf_counter()
     tree = tree_hash(ROOT)
-    status, outcomes, failed_tests = run_tests()
+    status, outcomes, failed = run_tests()
     record: dict[str, Any] = {
         "tree_hash": tree,
         "date": today(),
@@ -146,7 +147,7 @@ def check() -> int:
         "versions": versions(),
         "pytest_status": status,
         **outcomes,
-        "failed_tests": failed_tests,
+        "failed_tests": failed,
         "attention": [attention.measure(case, compared) for case in attention.SMOKE["cuda"]],
         "host_time_us": host_time.measure(),
         "wall_time_s": round(time.perf_counter() - started, 1),
