@@ -23,9 +23,9 @@ struct BackwardConfig {
   static constexpr int kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr int kDsStages = kTile.ds_stages;
   static constexpr bool kEarlyP = kTile.early_p;
-  // The full feature set has no registers for them.
-  static constexpr bool kKInRegisters = kTile.k_in_registers && !kFull;
-  static constexpr bool kVInRegisters = kTile.v_in_registers && !kFull;
+  // Steps of K and V in registers. The full feature set has none left.
+  static constexpr int kKSteps = kTile.k_in_registers && !kFull ? kHeadDim / kWgmmaDepth<T> : 0;
+  static constexpr int kVSteps = kTile.v_in_registers && !kFull ? kHeadDimV / kWgmmaDepth<T> : 0;
   static constexpr int kHalves = kBlockM / kWarpgroupRows;
 
   static constexpr int kCluster = 1;                           // thread blocks

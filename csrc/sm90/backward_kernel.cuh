@@ -111,8 +111,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHalves = Config::kHalves;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   constexpr int kRows = kWarpgroupRows;  // of a half: queries
-  constexpr bool kKInRegisters = Config::kKInRegisters;
-  constexpr bool kVInRegisters = Config::kVInRegisters;
+  constexpr int kKSteps = Config::kKSteps, kVSteps = Config::kVSteps;
   constexpr bool kEarlyP = Config::kEarlyP;
   constexpr int kSteps = kRows / kWgmmaDepth<T>;  // over the queries of a half
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
@@ -148,11 +147,11 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       shared.k_pipeline.wait_full(kv_state);
       shared.v_pipeline.wait_full(kv_state);
     }
-    uint32_t k_operands[kKInRegisters ? kHeadDim / kWgmmaDepth<T> : 1][4];
-    uint32_t v_operands[kVInRegisters ? kHeadDimV / kWgmmaDepth<T> : 1][4];
+    Operands<kKSteps> k_operands;
+    Operands<kVSteps> v_operands;
     if (has_steps) {
-      if (kKInRegisters) load_operands<T, kBlockN>(k_operands, k, first_key, lane);
-      if (kVInRegisters) load_operands<T, kBlockN>(v_operands, v, first_key, lane);
+      load_operands<T, kBlockN, kKSteps>(k_operands, k, first_key, lane);
+      load_operands<T, kBlockN, kVSteps>(v_operands, v, first_key, lane);
     }
     float p[kHalves][1][kRows / 8][4];
     static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
@@ -161,11 +160,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       const int stage = stage_of(count);
       if (half == 0) shared.q_pipeline.wait_full(PipelineState<Config::kStages>{count});
       const KMajor<T, kBlockM> queries(shared.q[stage], half * kRows);
-      if constexpr (kKInRegisters) {
-        start_multiply<T>(p[half][0], k_operands, queries);
-      } else {
-        start_multiply<T, kHeadDim>(p[half][0], KMajor<T, kBlockN>(k, warpgroup * kRows), queries);
-      }
+      start_mixed_multiply<T, kHeadDim, kKSteps>(p[half][0], k_operands,
+                                                 KMajor<T, kBlockN>(k, warpgroup * kRows), queries);
     };
     if (has_steps) {
       start_scores(step_count, 0);
@@ -185,11 +181,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       uint32_t ds_operands[kSteps][4];
       const auto start_dp = [&](int half) {
         const KMajor<T, kBlockM> gradients(dout, half * kRows);
-        if constexpr (kVInRegisters) {
-          start_multiply<T>(ds[0], v_operands, gradients);
-        } else {
-          start_multiply<T, kHeadDimV>(ds[0], KMajor<T, kBlockN>(v, warpgroup * kRows), gradients);
-        }
+        start_mixed_multiply<T, kHeadDimV, kVSteps>(
+            ds[0], v_operands, KMajor<T, kBlockN>(v, warpgroup * kRows), gradients);
       };
       more = warp_uniform_condition(step.left > 1);
       float2 lse[kRows / 8];

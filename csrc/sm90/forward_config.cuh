@@ -83,9 +83,13 @@ struct ForwardConfig {
   // that is most of its row: of operands that are not rotated P's part of the error is small.
   static constexpr int kRoundedBits = kScaled ? 5 : 3;
   static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
-  // Where there are registers for Q in 8 bits, products read less shared memory.
-  static constexpr bool kQInRegisters =
-      kQuantised && (kLinear || !kScaled) && kManyRegisters && !kDivided;
+  // Steps of Q, kWgmmaDepth columns each, that consumers keep in registers where there is room:
+  // their products read less shared memory.
+  static constexpr int kAllSteps = kHeadDim / kWgmmaDepth<T>;
+  static constexpr int kQSteps = !kQuantised ? kTile.q_steps
+                                 : (kLinear || !kScaled) && kManyRegisters && !kDivided ? kAllSteps
+                                                                                        : 0;
+  static constexpr bool kQInRegisters = kQSteps == kAllSteps;
   // Registers of rounded P whose powers are computed beside P V of the block before: as many as
   // there is room for.
   static constexpr int kAhead = !kManyRegisters || kTransposes ? 0 : kQInRegisters ? 2 : 4;

@@ -334,7 +334,8 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
   // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
-  constexpr bool kReleaseQEarly = Config::kQStages == 1;
+  constexpr bool kReleaseQEarly = Config::kQStages == 1 && !Config::kQInRegisters;
+  constexpr bool kReleaseQLate = Config::kQStages > 1 && !Config::kQInRegisters;
   // Beside the last matmul, or behind it. Code that does it at several places would spill with two
   // streams, whose warps have few registers; with the full set it is slower.
   constexpr bool kFinishEarly = Config::kStreams == 1 && !kFull && !Config::kDivided;
@@ -346,6 +347,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   Consumer<Config> consumer{shared, warpgroup, lane};
   auto& kv_state = consumer.kv_state;
   float scores[1][kBlockN / 8][4];
+  typename Consumer<Config>::Queries q;
   const auto query_of = [&](int row) { return schedule.query_of(row); };
   const int first_query = query_of(warpgroup * kWarpgroupRows);
   const int last_query = query_of(warpgroup * kWarpgroupRows + kWarpgroupRows - 1);
@@ -412,7 +414,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     if (more) {
       consumer.wait_for_q();
       consumer.wait_for_k(kv_state);
-      consumer.begin_scores(scores, kv_state);
+      consumer.load_q(q);
+      if (Config::kQInRegisters) consumer.release_q();
+      consumer.begin_scores(scores, q, kv_state);
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
       if (kReleaseQEarly && block.is_last()) consumer.release_q();
@@ -423,7 +427,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
         consumer.wait_for_v();
         consumer.wait_for_k(kv_state.next());
         turns.take();
-        consumer.begin_scores(scores, kv_state.next());
+        consumer.begin_scores(scores, q, kv_state.next());
         consumer.begin_output(out, p);
         turns.pass();
         ptx::wgmma_wait<1>(scores[0]);
@@ -434,7 +438,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
         kv_state.advance();
         softmax_block(std::false_type(), block.key());
       }
-      if (!kReleaseQEarly) consumer.release_q();
+      if (kReleaseQLate) consumer.release_q();
       consumer.wait_for_v();
       turns.take();
       consumer.begin_output(out, p);

@@ -117,24 +117,21 @@ struct Consumer {
   __device__ void release_k(KvState k) { shared.k_pipeline.release(k, lane); }
   __device__ void release_v() { shared.v_pipeline.release(kv_state, lane); }
 
-  // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
-  __device__ void begin_scores(typename Config::Score (&scores)[1][Config::kBlockN / 8][4],
-                               KvState k) {
-    const KMajor<T, Config::kBlockM, uint64_t> q(shared.q[warp_uniform(q_state.stage())],
-                                                 warpgroup * kWarpgroupRows);
-    start_multiply<T, Config::kHeadDim>(
-        scores[0], q, KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())]));
-  }
-  // The same with Q in registers, from load_q.
-  using Queries = uint32_t[Config::kHeadDim / kWgmmaDepth<T>][4];
+  // What stays in registers of Q, for all steps of a tile.
+  using Queries = Operands<Config::kQSteps>;
   __device__ void load_q(Queries& q) const {
     const int row = warpgroup * kWarpgroupRows + threadIdx.x / 32 % 4 * 16;
-    load_operands<T, Config::kBlockM>(q, shared.q[warp_uniform(q_state.stage())], row, lane);
+    load_operands<T, Config::kBlockM, Config::kQSteps>(q, shared.q[warp_uniform(q_state.stage())],
+                                                       row, lane);
   }
+  // S = Q K^T. (The compiler shall know that a stage is the same in all lanes.)
   __device__ void begin_scores(typename Config::Score (&scores)[1][Config::kBlockN / 8][4],
-                               const Queries& q, KvState k) {
-    start_multiply<T>(scores[0], q,
-                      KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())]));
+                               const Queries& loaded, KvState k) {
+    const KMajor<T, Config::kBlockM, uint64_t> q(shared.q[warp_uniform(q_state.stage())],
+                                                 warpgroup * kWarpgroupRows);
+    start_mixed_multiply<T, Config::kHeadDim, Config::kQSteps>(
+        scores[0], loaded, q,
+        KMajor<T, Config::kBlockN, uint64_t>(shared.k[warp_uniform(k.stage())]));
   }
   // O += P V
   __device__ void begin_output(float (&out)[1][Config::kHeadDimV / 8][4],

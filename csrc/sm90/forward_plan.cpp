@@ -55,7 +55,7 @@ TileTimes tile_times(int headdim, int headdim_v, const ForwardTile& tile) {
                   : TileTimes{{1.20f, 2.11f}, {0.95f, 0.95f}, 0};
     case 128:
       return wide ? TileTimes{{1.77f, 3.19f}, {0.97f, 0.97f}, 0}
-                  : TileTimes{{1.56f, 2.57f}, {1.43f, 1.48f}, 0};
+                  : TileTimes{{1.56f, 2.57f}, {1.36f, 1.40f}, 0};
     case 192:
       if (headdim_v == 128) {
         return tile.block_n == 64 ? TileTimes{{0.99f, 1.78f}, {0.66f, 1.02f}, 0}

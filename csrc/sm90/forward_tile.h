@@ -11,6 +11,7 @@ struct ForwardTile {
   int stages;       // of K and of V in shared memory
   int q_stages;     // of Q; 2: the next tile's is loaded beside this one's
   int streams = 1;  // of tiles, that a thread block works on at the same time
+  int q_steps = 0;  // of Q, 16 columns each, that consumers keep in registers
 };
 
 // The tile shapes of a kernel, counted from 0: forward_plan.cpp chooses between them. 128 queries
@@ -32,15 +33,15 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, FeatureSet featur
       if (choice == 1 && plain) return {192, 96, 2, 1};
       break;
     case 128:
-      if (choice == 0) return {128, 128, 2, 2};
+      if (choice == 0) return {128, 128, 2, 2, 1, plain ? 8 : 0};
       if (choice == 1 && plain) return {192, 64, 3, 2};
       break;
     case 192:
       if (headdim_v == 128) {
-        if (choice == 0) return {128, 128, 2, 1};
+        if (choice == 0) return {128, 128, 2, 1, 1, plain ? 8 : 0};
         if (choice == 1 && plain) return {128, 64, 3, 2};
       } else {
-        if (choice == 0) return {128, 96, 2, 1};
+        if (choice == 0) return {128, 96, 2, 1, 1, plain ? 8 : 0};
         if (choice == 1) return {128, 64, 2, 2};
       }
       break;

@@ -75,13 +75,6 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
   uint32_t p[kBlockN / kWgmmaDepth<typename Config::V>][4];
   float block_sums[1][4];  // of P's rows
   typename Consumer<Config>::Queries q;
-  const auto begin_scores = [&](auto k) {
-    if constexpr (kQInRegisters) {
-      consumer.begin_scores(scores, q, k);
-    } else {
-      consumer.begin_scores(scores, k);
-    }
-  };
   for (;;) {
     const typename Config::Sent tile = consumer.look_at_tile();
     if (tile.batch < 0) break;
@@ -204,11 +197,9 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         consumer.wait_for_q();
       }
       consumer.wait_for_k(kv_state);
-      if constexpr (kQInRegisters) {
-        consumer.load_q(q);
-        if constexpr (!kScaled) consumer.release_q();
-      }
-      begin_scores(kv_state);
+      consumer.load_q(q);
+      if constexpr (kQInRegisters && !kScaled) consumer.release_q();
+      consumer.begin_scores(scores, q, kv_state);
       scales.advance(consumer.scales_of(kv_state));
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
@@ -221,7 +212,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         const auto next = kv_state.next();
         consumer.wait_for_k_and_v(next);
         turns.take();
-        begin_scores(next);
+        consumer.begin_scores(scores, q, next);
         begin_output();
         turns.pass();
         scales.advance(consumer.scales_of(next));

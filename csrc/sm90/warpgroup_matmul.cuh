@@ -78,6 +78,26 @@ __device__ void start_multiply(Sum (&d)[kColTiles][4], const A& a, const B& b) {
   ptx::wgmma_commit();
 }
 
+// A operands of some steps. (No array is empty.)
+template <int kSteps>
+using Operands = uint32_t[kSteps > 0 ? kSteps : 1][4];
+
+// The same with the first kSteps steps of A in registers.
+template <typename T, int kDepth, int kSteps, typename Sum, int kColTiles, typename A, typename B>
+__device__ void start_mixed_multiply(Sum (&d)[kColTiles][4], const Operands<kSteps>& first,
+                                     const A& a, const B& b) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kDepth / kWgmmaDepth<T>; ++k) {
+    if (k < kSteps) {
+      ptx::wgmma<B::kTrans>(d, first[k], b.step(k), k > 0, T());
+    } else {
+      ptx::wgmma<B::kTrans>(d, a.step(k), b.step(k), k > 0, T());
+    }
+  }
+  ptx::wgmma_commit();
+}
+
 // The same with A in registers, or some steps of it: kFirst .. kFirst + kCount - 1.
 // a: (64, kSteps * kWgmmaDepth<T>), A operands
 // b: as above, with a depth of kSteps * kWgmmaDepth<T>
@@ -108,10 +128,10 @@ __device__ void start_multiply_or_accumulate(float (&d)[kColTiles][4],
   ptx::wgmma_commit();
 }
 
-// A warp's 16 rows of a tile, from row `row` on, as A operands.
+// A warp's 16 rows of the first kSteps steps of a tile, from row `row` on, as A operands.
 // tile: (parts, kRows, kBoxCols<T>)
 template <typename T, int kRows, int kSteps>
-__device__ void load_operands(uint32_t (&a)[kSteps][4], const T* tile, int row, int lane) {
+__device__ void load_operands(Operands<kSteps>& a, const T* tile, int row, int lane) {
   const int lane_row = row + lane % 16;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {

@@ -31,6 +31,10 @@ struct WideBackwardConfig {
   static constexpr int kGradientRegisters = 208, kDqRegisters = 64, kHelperRegisters = 32;
   static_assert(2 * kGradientRegisters + kDqRegisters + kHelperRegisters <= 512);
 
+  // Steps of K and V in registers, as operands of S^T and dP^T, where there is room.
+  static constexpr int kKSteps = kHeadDim <= 192 && !kFull ? 8 : 0;
+  static constexpr int kVSteps = kHeadDimV > 128 ? kKSteps : 0;
+
   // Of dQ a thread block computes at most 128 columns, in chunks: see dq_chunks.
   static constexpr int kDqCols = 128, kDqChunkCols = 64;
   static constexpr int kDqStages = kHeadDimV > 192 ? 1 : 2;

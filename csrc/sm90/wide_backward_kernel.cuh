@@ -194,7 +194,12 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
   const int lane = keys.lane, thread = keys.warp * 32 + lane;
   float dv[1][kHeadDimV / 8][4] = {};
   const bool has_steps = warp_uniform_condition(step.left > 0);
-  if (has_steps) shared.k_pipeline.wait_full(tiles.keys);
+  Operands<Config::kKSteps> k_operands;
+  if (has_steps) {
+    shared.k_pipeline.wait_full(tiles.keys);
+    load_operands<T, Config::kKeyRows, Config::kKSteps>(k_operands, shared.k, keys.warp * kWarpRows,
+                                                        lane);
+  }
   uint32_t count = tiles.step_count;
 #pragma unroll 1
   for (bool more = has_steps; more; ++count) {
@@ -205,8 +210,9 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
     const PipelineState<Config::kPStages> p_state{count};
     float p[1][kBlockM / 8][4];
     shared.q_pipeline.wait_full(q_state);
-    start_multiply<T, Config::kHeadDim>(p[0], KMajor<T, Config::kKeyRows>(shared.k),
-                                        KMajor<T, kBlockM>(shared.q[stage]));
+    start_mixed_multiply<T, Config::kHeadDim, Config::kKSteps>(
+        p[0], k_operands, KMajor<T, Config::kKeyRows>(shared.k),
+        KMajor<T, kBlockM>(shared.q[stage]));
     more = warp_uniform_condition(step.left > 1);
     float2 lse[kBlockM / 8];
     load_statistic(lse, shared.statistics[stage] + lane % 4 * 2);
@@ -252,7 +258,12 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
   const uint32_t ds_target = shared_address(shared.ds[keys.rank]) + ds_row + ds_chunk;
   float dk[1][kHeadDim / 8][4] = {};
   const bool has_steps = warp_uniform_condition(step.left > 0);
-  if (has_steps) shared.v_pipeline.wait_full(tiles.keys);
+  Operands<Config::kVSteps> v_operands;
+  if (has_steps) {
+    shared.v_pipeline.wait_full(tiles.keys);
+    load_operands<T, Config::kKeyRows, Config::kVSteps>(v_operands, shared.v, keys.warp * kWarpRows,
+                                                        lane);
+  }
   uint32_t count = tiles.step_count;
 #pragma unroll 1
   for (bool more = has_steps; more; ++count) {
@@ -263,8 +274,9 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
     const int dout_stage = Config::kDoutStages == 1 ? 0 : stage;
     float ds[1][kBlockM / 8][4];
     shared.dout_pipeline.wait_full(dout_state);
-    start_multiply<T, Config::kHeadDimV>(ds[0], KMajor<T, Config::kKeyRows>(shared.v),
-                                         KMajor<T, kBlockM>(shared.dout[dout_stage]));
+    start_mixed_multiply<T, Config::kHeadDimV, Config::kVSteps>(
+        ds[0], v_operands, KMajor<T, Config::kKeyRows>(shared.v),
+        KMajor<T, kBlockM>(shared.dout[dout_stage]));
     more = warp_uniform_condition(step.left > 1);
     shared.q_pipeline.wait_full(q_state);
     float2 delta[kBlockM / 8];
