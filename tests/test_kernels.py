@@ -297,6 +297,7 @@ def test_pages_beyond_the_cache(device):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("memory")  # two at a time may be too much
 def test_pages_beyond_int32(device):
     """A cache of more than 2^31 elements gives the bits that its pages give in a small one."""
     skip_without_memory(20)
@@ -367,6 +368,7 @@ def test_many_heads_and_batches(device, batch, nheads):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("memory")  # two at a time may be too much
 @pytest.mark.parametrize("far", ["batch", "rows", "heads"])
 def test_offsets_beyond_int32(device, far):
     """Each of q, k, v, dout, out, dq, dk and dv reaches over 2^31 elements."""
@@ -381,6 +383,7 @@ def test_offsets_beyond_int32(device, far):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("memory")  # two at a time may be too much
 def test_more_than_int32_elements(device):
     """q, out and the workspace of dq are that large, in more tiles than a grid's y dimension holds.
 
