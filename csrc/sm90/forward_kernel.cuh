@@ -333,8 +333,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
-  // Where all of Q is in registers, its stage is free at once. Else, with one stage, the next
-  // tile's is waited for; with more it costs less after the loop.
+  // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1 && !Config::kQInRegisters;
   constexpr bool kReleaseQLate = Config::kQStages > 1 && !Config::kQInRegisters;
   // Beside the last matmul, or behind it. Code that does it at several places would spill with two
