@@ -161,8 +161,8 @@ struct ForwardParams : AttentionParams {
   // Of the operation "decode": what the parts leave for the last of them, which merges them,
   // outputs and rows' statistics.
   float *partial_out, *partial_rows;
-  // (kKeptZero): in a forward the first hands out tiles; in "decode" they count the parts of a tile
-  // that are done.
+  // (kKeptZero): in a forward the first hands out tiles, the second those of decoding in a mixed
+  // batch; in "decode" they count the parts of a tile that are done.
   int* counters;
 
   // Of the operation "decode", where the stream's kernel before it appends to the cache: how many

@@ -286,6 +286,21 @@ def test_lengths_within_pages(device, page_size, headdims):
     check_kvcache(decode(lengths, 4, 2, 270, **sizes, **where, causal=True))
 
 
+@of_each_kernel
+@pytest.mark.parametrize(
+    "seqlens_q", [[300, *[1, 0, 300, 2] * 10], [300, 140] * 20, [300, *[1] * 40]]
+)
+def test_mixed_batches(device, seqlens_q, headdims):
+    """Decoding beside prefills, in more tiles than SMs. A call leaves all as the next needs it."""
+    seqlens_k = [length + i * 37 % 200 for i, length in enumerate(seqlens_q)]
+    options = {"dtype": torch.bfloat16, "device": device, "causal": True}
+    problem = in_pages(varlen(seqlens_q, seqlens_k, 4, 2, *headdims, **options), 16)
+    for _ in range(2):
+        out = problem.q.new_full((*problem.q.shape[:-1], headdims[1]), NAN)
+        _, lse, _ = call(problem, return_attn_probs=True, out=out)
+        assert_matches_oracle({"out": out, "lse": lse}, problem)
+
+
 def test_pages_beyond_the_cache(device):
     """Page numbers on the device are not checked, but clamped: nothing else is read."""
     case = decode([5, 33, 7], 3, 0, device=device, causal=True, page_size=16)

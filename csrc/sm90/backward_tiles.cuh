@@ -30,6 +30,7 @@ struct KeyTiles {
   __device__ int of_sequence(int batch) const {
     return (Sequence(params, batch).seqlen_k + kBlockN - 1) / kBlockN;
   }
+  __device__ bool mixed() const { return false; }
 };
 
 // Where a warp is among the steps of a tile: a step is one block of queries for one query head. The

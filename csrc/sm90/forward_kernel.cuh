@@ -55,13 +55,14 @@ namespace flash::sm90 {
 // Tiles are blocks of queries: how many each sequence has, for the scheduler.
 struct QueryBlocks {
   const ForwardParams& params;
-  const TileRows& tile_rows;
+  const ForwardSchedule& schedule;
 
   __device__ bool packed() const { return params.cu_seqlens_q != nullptr; }
   __device__ int batch() const { return params.batch; }
   __device__ int of_sequence(int batch) const {
-    return (Sequence(params, batch).seqlen_q + tile_rows.rows - 1) / tile_rows.rows;
+    return (Sequence(params, batch).seqlen_q + schedule.rows - 1) / schedule.rows;
   }
+  __device__ bool mixed() const { return schedule.mixed; }
 };
 
 // The ticket that a stream of a thread block starts with.
@@ -87,22 +88,21 @@ __device__ void distribute_tiles(const ForwardParams& params, const ForwardSched
                           first_ticket<Config>(schedule, 0), gridDim.x, lane);
   TileState<Config> tile_state;
   PipelineState<1> wanted_state;
-  const auto draw = [&] {
-    draw_next<Config>(scheduler);
-    return scheduler.tile();
+  // There is room for the next tile's keys: whoever is done first shall have it.
+  const auto wait_until_wanted = [&] {
+    wait(shared.tile_wanted, wanted_state.phase());
+    wanted_state.advance();
   };
-  for (Tile tile = scheduler.tile();;) {
+  for (bool is_first = true;; is_first = false, draw_next<Config>(scheduler)) {
+    const Tile tile = scheduler.tile();
+    if (schedule.draw_early && !is_first) wait_until_wanted();
     if constexpr (std::is_same_v<typename Config::Sent, Tile>) {
       shared.tiles.send(tile, tile_state, lane);
     } else {
       shared.tiles.send(tile_state, lane, [&](auto& slot) { slot.set(params, schedule, tile); });
     }
     if (tile.batch < 0) return;
-    if (schedule.draw_early) tile = draw();
-    // There is room for the next tile's keys: whoever is done first shall have it.
-    wait(shared.tile_wanted, wanted_state.phase());
-    wanted_state.advance();
-    if (!schedule.draw_early) tile = draw();
+    if (!schedule.draw_early) wait_until_wanted();
   }
 }
 
@@ -333,7 +333,8 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kBlockN = Config::kBlockN;
-  // With one stage of Q the next tile's is waited for; otherwise it costs less after the loop.
+  // Where all of Q is in registers, its stage is free at once. Else, with one stage, the next
+  // tile's is waited for; with more it costs less after the loop.
   constexpr bool kReleaseQEarly = Config::kQStages == 1 && !Config::kQInRegisters;
   constexpr bool kReleaseQLate = Config::kQStages > 1 && !Config::kQInRegisters;
   // Beside the last matmul, or behind it. Code that does it at several places would spill with two

@@ -84,6 +84,9 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole) {
   schedule.lengths_on_device = schedule.clear_tail || params.cu_seqlens_q != nullptr ||
                                params.leftpad_k != nullptr || params.cache_batch_idx != nullptr;
   schedule.boxes_out = kWarpRows % schedule.group == 0;
+  const bool has_cache = params.block_table != nullptr || params.seqused_k != nullptr;
+  schedule.mixed = params.cu_seqlens_q != nullptr && has_cache && schedule.blocks > 1 &&
+                   splits == 1 && schedule.tickets > multiprocessors();
   return schedule;
 }
 

@@ -1,8 +1,7 @@
 // The consumers of operands in 8 bits.
 //
-// Beside those of 16 bits they have: queries that they round (query_rounding.cuh) or Q in
-// registers, probabilities in e4m3 (probabilities.cuh) and the sums of long rows in shared memory
-// (long_sum.cuh).
+// Beside those of 16 bits they have: queries that they round (query_rounding.cuh), probabilities in
+// e4m3 (probabilities.cuh) and the sums of long rows in shared memory (long_sum.cuh).
 #pragma once
 
 #include <cstdint>

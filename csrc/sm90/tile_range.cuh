@@ -27,6 +27,7 @@ struct ForwardSchedule : TileRows, TileSchedule {
   bool clear_tail;         // there may be anything but zeros behind a sequence's last value
   bool lengths_on_device;  // to know a tile's keys, device memory is read
   bool boxes_out;          // the rows of a warp are a box of the output
+  bool mixed;              // some sequences may decode, where others have several blocks of queries
 };
 
 // One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some, or

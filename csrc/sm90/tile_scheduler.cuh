@@ -3,6 +3,11 @@
 // Thread blocks stay on their SM. They draw numbers from one counter, so whoever is done first goes
 // on. Numbers are given to the tiles so that long ones come first, and so that those that run
 // together find K and V in the L2 cache. One warp draws and sends the tile to the others.
+//
+// A mixed batch has sequences of one block of queries, which are bound by memory (decoding), and
+// others of several, which are bound by tensor cores (prefill). Each kind has a counter. Half of
+// the workers begin with either, so that both run at the same time. Who finds none left helps with
+// the other.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,26 +26,31 @@ constexpr int kTileSlots = 4;  // of tiles that are under way
 //   bool packed() const                 their numbers of blocks differ
 //   int batch() const                   how many there are, if packed
 //   int of_sequence(int batch) const    blocks of one, if packed
+//   bool mixed() const                  those of one block have a counter of their own, if packed
 template <typename Blocks>
 class TileScheduler {
  public:
-  // counter: (1), zero before and after the launch
+  // counters: (2), zero before and after the launch
   // worker: the number of this one among all `workers`
-  __device__ TileScheduler(int* counter, const TileSchedule& schedule, Blocks blocks, int worker,
+  __device__ TileScheduler(int* counters, const TileSchedule& schedule, Blocks blocks, int worker,
                            int workers, int lane)
-      : counter_(counter),
+      : counters_(counters),
         schedule_(schedule),
         blocks_(blocks),
         workers_(workers),
         lane_(lane),
-        ticket_(worker) {}
+        ticket_(worker) {
+    if (!blocks_.mixed()) return;
+    singles_ = worker >= workers / 2;
+    if (singles_) ticket_ -= workers / 2;
+  }
 
   // Draws the next ticket.
   __device__ void next() {
     ptx::wait_for_earlier_kernels();
     int drawn = 0;
-    if (lane_ == 0) drawn = ::atomicAdd(counter_, 1);
-    ticket_ = workers_ + __shfl_sync(0xffffffff, drawn, 0);
+    if (lane_ == 0) drawn = ::atomicAdd(counters_ + singles_, 1);
+    ticket_ = beginners() + __shfl_sync(0xffffffff, drawn, 0);
   }
 
   // Instead of next(): no tile is left.
@@ -48,14 +58,26 @@ class TileScheduler {
 
   // The tile of the ticket. Each tile draws one ticket; who holds the last resets the counter.
   __device__ Tile tile() {
-    const Tile tile = blocks_.packed() ? packed_tile() : drawn_dense_tile();
-    if (tile.batch < 0 && ticket_ - workers_ == tiles_ - 1 && lane_ == 0) {
-      *counter_ = 0;
+    for (;;) {
+      const Tile tile = blocks_.packed() ? packed_tile() : drawn_dense_tile();
+      if (tile.batch >= 0) return tile;
+      // Of each counter every worker holds one ticket without a tile, in the end.
+      if (ticket_ - workers_ == tiles_ - 1 && lane_ == 0) counters_[singles_] = 0;
+      if (!blocks_.mixed() || helps_) return tile;
+      helps_ = true;
+      singles_ = !singles_;
+      first_batch_ = tiles_ = 0;
+      next();
     }
-    return tile;
   }
 
  private:
+  // Workers whose first ticket was not drawn from the counter.
+  __device__ int beginners() const {
+    if (!blocks_.mixed()) return workers_;
+    return singles_ ? workers_ - workers_ / 2 : workers_ / 2;
+  }
+
   __device__ Tile drawn_dense_tile() {
     tiles_ = schedule_.tickets;
     return ticket_ < tiles_ ? tile_of_ticket(schedule_, ticket_) : Tile{0, 0, 0, -1};
@@ -67,6 +89,7 @@ class TileScheduler {
     for (;;) {
       const int batch = first_batch_ + lane_;
       int blocks = batch < blocks_.batch() ? blocks_.of_sequence(batch) : 0;
+      if (blocks_.mixed() && (blocks == 1) != singles_) blocks = 0;
       const int heads = schedule_.heads, splits = schedule_.splits;
       const int tiles = blocks * heads * splits;
       int end = tiles;  // of this lane's sequence, among those of the warp
@@ -98,13 +121,15 @@ class TileScheduler {
     }
   }
 
-  int* const counter_;
+  int* const counters_;
   const TileSchedule& schedule_;
   const Blocks blocks_;
   const int workers_, lane_;
   int ticket_;
-  int first_batch_ = 0;  // of packed sequences, the first of those searched
-  int tiles_ = 0;        // before them; in the end of all sequences
+  bool singles_ = false;  // if mixed: tickets are of sequences of one block, or of the others
+  bool helps_ = false;    // if mixed: no tile is left of the kind that this worker began with
+  int first_batch_ = 0;   // of packed sequences, the first of those searched
+  int tiles_ = 0;         // before them; in the end of all sequences
 };
 
 // Tiles on their way from the warp that draws them to those that work on them, in shared memory.
