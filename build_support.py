@@ -120,6 +120,10 @@ KERNELS = (
         )
         for kv_dtype in kv_dtypes(operation, dtype)
     ),
+    *(
+        Kernel("rotary", backend, "fp32", "fp32", "fp32", *HEADDIMS[-1], "full")
+        for backend in ("sm80", "sm90")
+    ),
     *(  # of 16 bits into the same or into float32
         Kernel("merge", backend, dtype, dtype, out_dtype, *HEADDIMS[-1], "full")
         for backend, dtype in product(("sm80", "sm90"), ("fp16", "bf16"))

@@ -103,7 +103,7 @@ def run_tests() -> tuple[int, Counter[str], list[str]]:
     if importlib.util.find_spec("xdist"):
         options += ["-n", str(14 * gpus), "--dist", "loadgroup"]
     if importlib.util.find_spec("pytest_timeout"):
-        options += ["--timeout", "180", "--timeout-method", "thread"]
+        options += ["--timeout", "120", "--timeout-method", "thread"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]

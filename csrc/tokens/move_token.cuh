@@ -64,13 +64,27 @@ __device__ inline float2 turn(float a, float b, float cos, float sin) {
                      __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
 }
 
-// Turns the pair of the only channels, or those of eight and eight, two at a time.
+// Turns the pair of the only channels, or those of both. Of 16 bits, two are converted at a time.
 template <typename T, int kPairs>
 __device__ void rotate(Channels<T, kPairs>& first, Channels<T, kPairs>& second,
                        const float (&cos)[kPairs], const float (&sin)[kPairs], bool interleaved) {
   if constexpr (kPairs == 1) {
     const float2 x = turn(first.x[0], second.x[0], cos[0], sin[0]);
     first.x[0] = static_cast<T>(x.x), second.x[0] = static_cast<T>(x.y);
+  } else if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const auto turn_pair = [&](float& a, float& b) {
+        const float2 x = turn(a, b, cos[i], sin[i]);
+        a = x.x, b = x.y;
+      };
+      if (interleaved) {
+        auto& of_pair = i < kPairs / 2 ? first.x : second.x;
+        turn_pair(of_pair[2 * i % kPairs], of_pair[2 * i % kPairs + 1]);
+      } else {
+        turn_pair(first.x[i], second.x[i]);
+      }
+    }
   } else {
     auto* const low = reinterpret_cast<uint32_t*>(first.x);
     auto* const high = reinterpret_cast<uint32_t*>(second.x);
@@ -197,7 +211,7 @@ struct TypeOf {
 // Host code: choose(TypeOf<type of the tables>, pairs that a thread moves at a time).
 template <typename T, typename Choose>
 auto for_tokens(const Rotation& rotation, bool aligned, Choose choose) {
-  using Many = std::integral_constant<int, 8>;
+  using Many = std::integral_constant<int, 16 / sizeof(T)>;
   using One = std::integral_constant<int, 1>;
   const bool many = aligned && rotation.pairs % Many() == 0;
   if (rotation.float_tables) {

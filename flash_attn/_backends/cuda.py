@@ -56,7 +56,13 @@ except ModuleNotFoundError as error:  # not built; an extension that is there bu
 
 # Tensors of (..., heads, headdim) beside q, k and v.
 _OPERANDS = {"out", "dout", "dq", "dk", "dv"}
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "e4m3", torch.int8: "int8"}
+_DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    FP8: "e4m3",
+    torch.int8: "int8",
+}
 _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 
 # Rows, pairs of a query and a head of the group that reads the same keys, that the decode kernels
@@ -696,8 +702,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, backend
 
 
 def _merge_kernel(out: Tensor, part: Tensor, backend: str) -> int:
-    out_dtype = "fp32" if out.dtype == torch.float32 else _DTYPES.get(out.dtype)
-    return _kernel_of_tokens("merge", backend, part, part, out_dtype)
+    return _kernel_of_tokens("merge", backend, part, part, _DTYPES.get(out.dtype))
 
 
 def _kernel_of_tokens(
