@@ -37,6 +37,8 @@ def candidates(fa3_library: str | None) -> dict[str, Call]:
     packed_q, packed_k, packed_v = (x.flatten(0, 1) for x in (q, k, v))
     lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
     cu_seqlens = torch.tensor([0, 50, 128], dtype=torch.int32, device="cuda")
+    k_pages, v_pages = (x.view(8, 16, *SHAPE[2:]) for x in (k, v))
+    block_table = torch.arange(10, dtype=torch.int32, device="cuda").view(2, 5) % 8
     q_heads, k_heads, v_heads, dout_heads = (x.transpose(1, 2) for x in (q, k, v, dout))
     leaf = q.clone().requires_grad_()
     doubled = leaf * 2
@@ -55,6 +57,9 @@ def candidates(fa3_library: str | None) -> dict[str, Call]:
         ),
         "flash_attn_varlen_func": lambda: flash_attn.flash_attn_varlen_func(
             packed_q, packed_k, packed_v, cu_seqlens, cu_seqlens, 78, 78
+        ),
+        "flash_attn_varlen_func, pages": lambda: flash_attn.flash_attn_varlen_func(
+            packed_q, k_pages, v_pages, cu_seqlens, cu_seqlens, 78, 78, block_table=block_table
         ),
         "flash_attn_with_kvcache": lambda: flash_attn.flash_attn_with_kvcache(
             one, k, v, cache_seqlens=lengths
