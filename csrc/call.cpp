@@ -413,6 +413,8 @@ void read_descales(Reader& reader, Params& params) {
 void read(Reader& reader, ForwardParams& params) {
   read_common(reader, params);
   read_pages(reader, params);
+  reader.contiguous("lengths_k", params.lengths_k, {int64_t{params.batch} + 1}, DType::kInt32);
+  params.longest_k = to_int("max_seqlen_k", reader.number("max_seqlen_k"));
   reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
   reader.contiguous("seqused_before", params.seqused_before, {params.batch}, DType::kInt32);
   read_descales(reader, params);

@@ -154,6 +154,9 @@ struct ForwardParams : AttentionParams {
   const int* block_table;
   int64_t block_table_stride;
   int page_size;
+  // Of pages: rows in use as the differences of cu_seqlens_k, behind leftpad_k longest_k at most.
+  const int* lengths_k;  // (batch + 1), or null
+  int longest_k;
 
   // Parts into which the keys of a tile are divided, each for another thread block; 0: the kernel
   // chooses.

@@ -940,15 +940,21 @@ flash_attn_backward, flash_attn_varlen_backward = (
 flash_attn_forward, flash_attn_varlen_forward = (
     _operator(
         f"flash_attn_{layout}_forward",
-        remembering(checked, _signature(problem_of), behind=(None,)),
+        remembering(checked, _signature(problem_of), behind=(None,), **renamed),
         problem_of,
         tuple[Tensor, Tensor, Tensor],
         _OUT,
         backward_of=backward_of,
     )
-    for layout, checked, problem_of, backward_of in (
-        ("dense", _dense_forward, _dense_problem, flash_attn_backward),
-        ("varlen", _varlen_forward, _varlen_problem, flash_attn_varlen_backward),
+    for layout, checked, problem_of, backward_of, renamed in (
+        ("dense", _dense_forward, _dense_problem, flash_attn_backward, {}),
+        (
+            "varlen",
+            _varlen_forward,
+            _varlen_problem,
+            flash_attn_varlen_backward,
+            {"lengths_k": "cu_seqlens_k"},  # of pages
+        ),
     )
 )
 flash_attn_with_kvcache = _operator(

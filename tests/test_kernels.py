@@ -288,7 +288,9 @@ def test_lengths_within_pages(device, page_size, headdims):
 
 @of_each_kernel
 @pytest.mark.parametrize(
-    "seqlens_q", [[300, *[1, 0, 300, 2] * 10], [300, 140] * 20, [300, *[1] * 40]]
+    "seqlens_q",
+    [[300, *[1, 0, 300, 2] * 10], [300, 140] * 20, [300, *[1] * 40]],
+    ids=["both", "prefill", "decoding"],
 )
 def test_mixed_batches(device, seqlens_q, headdims):
     """Decoding beside prefills, in more tiles than SMs. A call leaves all as the next needs it."""

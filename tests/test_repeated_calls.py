@@ -147,6 +147,15 @@ def paged(x: Inputs, pages: list[int]) -> Any:
     return flash_attn_with_kvcache(x[0][:, :3], k, v, block_table=table)
 
 
+def packed_in_pages(x: Inputs, bounds: list[int]) -> Any:
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    table = torch.tensor([[9, 0, 8, 1, 7], [2, 3, 4, 5, 6]], dtype=torch.int32, device="cuda")
+    k, v = (y.reshape(-1, 14, 4, 64) for y in x[1:])
+    return flash_attn_varlen_func(
+        x[0].flatten(0, 1), k, v, cu_seqlens, cu_seqlens, 66, 66, causal=True, block_table=table
+    )
+
+
 def with_slopes(x: Inputs, slopes: list[float]) -> Any:
     return flash_attn_func(*x, alibi_slopes=torch.tensor(slopes, device="cuda"))
 
@@ -163,6 +172,7 @@ def with_sinks(x: Inputs, sinks: list[float]) -> Any:
         (cached, [[70, 70], [1, 40], [0, 66]]),
         (slots, [[0, 1], [1, 0], [1, 1]]),
         (paged, [[0, 1, 2, 3, 4], [9, 0, 8, 1, 7]]),
+        (packed_in_pages, [[0, 60, 120], [0, 66, 70], [0, 0, 50]]),
         (with_slopes, [[0.5, 0.25, 0.1, 0.0], [0.0, 0.1, 1.0, 2.0]]),
         (with_sinks, [[0.5, 0.25, 0.1, 0.0], [-9.0, 0.1, 1.0, 9.0]]),
     ],
@@ -264,12 +274,13 @@ def launches_of(routed: Callable[..., Any]) -> dict[bytes, Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["dense", "packed", "cached", "backward"])
+@pytest.mark.parametrize("kind", ["dense", "packed", "packed in pages", "cached", "backward"])
 def test_known_launches(kind, monkeypatch):
     """The second of two equal calls is not checked again; settings change which calls are equal."""
     operator = {
         "dense": _ops.flash_attn_forward,
         "packed": _ops.flash_attn_varlen_forward,
+        "packed in pages": _ops.flash_attn_varlen_forward,
         "cached": _ops.flash_attn_with_kvcache,
         "backward": _ops.flash_attn_backward,
     }[kind]
@@ -283,6 +294,7 @@ def test_known_launches(kind, monkeypatch):
     call = {
         "dense": lambda: flash_attn_func(*x),
         "packed": lambda: packed(x, [0, 60, 140]),
+        "packed in pages": lambda: packed_in_pages(x, [0, 60, 120]),
         "cached": lambda: cached(x, [70, 3]),
         "backward": lambda: torch.autograd.grad(flash_attn_func(*leaves), leaves, x[0]),
     }[kind]

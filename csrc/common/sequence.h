@@ -49,6 +49,18 @@ struct Sequence {
     seqlen_k = max(seqlen_k - leftpad, 0);
   }
 
+  // The same, where keys may be in pages.
+  __device__ Sequence(const ForwardParams& params, int batch) : Sequence(whole(params, batch)) {
+    take_rows_in_use(params, batch);
+  }
+  __device__ void take_rows_in_use(const ForwardParams& params, int batch, int seqlen_new = 0) {
+    take_rows_in_use(static_cast<const AttentionParams&>(params), batch, seqlen_new);
+    if (params.lengths_k == nullptr) return;
+    const unsigned begin = params.lengths_k[batch], end = params.lengths_k[batch + 1];
+    const int length = max(static_cast<int>(end - begin), 0);
+    seqlen_k = clamp(min(length - k_first, params.longest_k), 0, seqlen_k);
+  }
+
  private:
   __device__ Sequence(int q_batch, int q_first, int seqlen_q, int k_batch, int k_first,
                       int seqlen_k)

@@ -217,7 +217,7 @@ struct Producer {
   template <int kCols, typename Element>
   __device__ void load_keys(Element* block, const CUtensorMap& map, uint64_t& full,
                             const Tile& tile, const Sequence& sequence, int n) {
-    const BlockTable table{params.block_table, params.block_table_stride, params.page_size,
+    const BlockTable table{params.block_table, params.block_table_stride, schedule.page_size,
                            params.slots_k, params.seqlen_k};
     const SequenceRows rows{sequence.k_batch, tile.batch, sequence.k_first, tile.head_kv, table};
     load_rows<Config::kBlockN, kCols>(block, map, full, rows, n, schedule.key_box_rows, lane);

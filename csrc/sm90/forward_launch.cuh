@@ -74,6 +74,7 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole) {
   schedule.draw_early =
       !masked || (params.seqlen_k <= kDrawEarlyKeys &&
                   schedule.tickets > int64_t{kDrawEarlyTiles} * multiprocessors());
+  schedule.page_size = Divisor(params.block_table == nullptr ? 1 : params.page_size);
   // A box may not cross pages, which leftpad_k may begin within.
   schedule.key_box_rows = params.block_table == nullptr ? Config::kBlockN
                           : params.leftpad_k != nullptr

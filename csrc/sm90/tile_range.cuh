@@ -1,6 +1,7 @@
 // A tile of the Hopper forward: its queries, and the keys that they see.
 #pragma once
 
+#include "common/divisor.h"
 #include "common/mask.h"
 #include "common/sequence.h"
 #include "params.h"
@@ -22,6 +23,7 @@ struct TileRows {
 
 // What the host decides about a launch.
 struct ForwardSchedule : TileRows, TileSchedule {
+  Divisor page_size;       // 1 if there are no pages
   int key_box_rows;        // keys that one box of TMA holds; divides kBlockN
   bool draw_early;         // with one stream: the next tile is drawn before it is wanted
   bool clear_tail;         // there may be anything but zeros behind a sequence's last value

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cuda/ptx>
 
+#include "common/divisor.h"
 #include "ptx/opaque.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/square_transposer.cuh"
@@ -22,7 +23,8 @@ namespace flash::sm90 {
 struct BlockTable {
   const int* pages;  // null: not paged
   int64_t stride;
-  int page_size, page_count;
+  Divisor page_size;
+  int page_count;
   int rows;  // what a row of the table holds
 };
 
@@ -64,11 +66,12 @@ __device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const
   for (int box_row = ptx::opaque(lane) * box_rows; box_row < kRows; box_row += 32 * box_rows) {
     int slot = rows.slot, slot_row = ptx::opaque(rows.first) + row + box_row;
     if (table.pages != nullptr) {
-      // Past the table's end it fetches some page: what lies outside the sequence is hidden.
-      const int page = min(slot_row, table.rows - 1) / table.page_size;
+      // Past the table's end it fetches its last row: what lies outside the sequence is hidden.
+      slot_row = min(slot_row, table.rows - 1);
+      const int page = table.page_size.quotient(slot_row);
       slot = table.pages[ptx::opaque(rows.batch) * table.stride + page];
       slot = min(max(slot, 0), table.page_count - 1);
-      slot_row %= table.page_size;
+      slot_row -= page * table.page_size.value;
     }
 #pragma unroll
     for (int part = 0; part < kParts<T, kCols>; ++part) {

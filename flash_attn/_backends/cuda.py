@@ -391,7 +391,7 @@ def forward(
     tensors["block_table"] = _contiguous(problem.block_table)
     tensors |= {f"{x}_descale": getattr(problem, f"{x}_descale") for x in "qkv"}
     if problem.block_table is not None and problem.cu_seqlens_k is not None:
-        tensors |= {"cu_seqlens_k": None, "seqused_k": _lengths_in_pages(problem)}
+        tensors |= {"cu_seqlens_k": None, "lengths_k": tensors["cu_seqlens_k"]}
     results = {}
     if out is None:
         results["out"] = out = q.new_empty(*problem.out_shape, dtype=problem.out_dtype)
@@ -845,21 +845,6 @@ def _rows(problem: Attention) -> int:
     """How many keys a sequence can have at most: rows of a packed k, or of its pages."""
     k, table = problem.k, problem.block_table
     return k.shape[0] if table is None else table.shape[1] * k.shape[1]
-
-
-def _lengths_in_pages(problem: Attention) -> Tensor:
-    """seqused_k of pages whose sequences have the lengths of cu_seqlens_k as well.
-
-    No more than max_seqlen_k of them are keys: those after leftpad_k.
-    """
-    assert problem.cu_seqlens_k is not None
-    lengths, rows = problem.cu_seqlens_k.diff(), _rows(problem)
-    if problem.seqused_k is not None:
-        lengths = torch.minimum(lengths, problem.seqused_k)
-    most = min(problem.max_seqlen_k, rows)
-    if problem.leftpad_k is None:
-        return lengths.clamp(max=most)
-    return torch.minimum(lengths, problem.leftpad_k.clamp(0, rows) + most)
 
 
 # (device, owner: see _C.zeros_owner) -> zeros, which the kernels of one owner leave as they were
