@@ -94,16 +94,17 @@ def run_tests() -> tuple[int, Counter[str], list[str]]:
     """Run the GPU tests; pytest's exit status, the outcomes it recorded, the names of failed tests.
 
     The rest of the suite runs in CI. Most of a test's time is the host's: several share a GPU, and
-    all GPUs are used, where pytest-xdist is installed. A test that hangs fails where pytest-timeout
-    is installed.
+    all GPUs are used, where pytest-xdist is installed. A test that hangs says after a minute where
+    it is. It fails where pytest-timeout is installed.
     """
     import torch
 
     options, gpus = ["--durations", "20"], torch.cuda.device_count()
+    options += ["-o", "faulthandler_timeout=60"]
     if importlib.util.find_spec("xdist"):
         options += ["-n", str(14 * gpus), "--dist", "loadgroup"]
     if importlib.util.find_spec("pytest_timeout"):
-        options += ["--timeout", "120", "--timeout-method", "thread"]
+        options += ["--timeout", "90", "--timeout-method", "thread"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
