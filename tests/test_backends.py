@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash_attn import _arguments, _backends
-from flash_attn._backends import cuda, tiled
+from flash_attn._backends import cuda
 
 HEADDIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 FULL = {"softcap", "alibi", "dropout", "place"}
@@ -335,29 +335,6 @@ def test_alignment(rank):
         strides[dim] += 4
         assert not cuda._is_aligned(x.as_strided((*shape, 8), (*strides, 1)))
     assert not cuda._is_aligned(x.as_strided((*shape, 8), (*[64] * (rank - 1), 1), 4))
-
-
-@pytest.mark.parametrize("leftpad", [None, [0, 5, 40, -3]])
-@pytest.mark.parametrize("seqused", [None, [3, 50, -1, 9]])
-@pytest.mark.parametrize("max_seqlen_k", [6, 12, 2**40])
-def test_lengths_of_pages(leftpad, seqused, max_seqlen_k):
-    """The kernels get lengths as seqused_k; they leave the keys that the tiled backend has."""
-    q = k = torch.zeros(10, 8, 2, 64)
-    lengths = {"seqused_k": seqused, "leftpad_k": leftpad}
-    lengths = {
-        name: values if values is None else torch.tensor(values, dtype=torch.int32)
-        for name, values in lengths.items()
-    }
-    bounds = torch.tensor([0, 7, 19, 119, 128], dtype=torch.int32)
-    table = torch.zeros(4, 5, dtype=torch.int32)
-    options = _arguments.options(0.0, None, True, -1, -1, 0.0, False)
-    valid = bounds.clamp(max=0)  # what lies on the CPU is checked, what lies on a GPU clamped
-    a = _arguments.varlen(q[0], k, k, valid, valid, 8, max_seqlen_k, options, block_table=table)
-    a = a._replace(cu_seqlens_q=bounds, cu_seqlens_k=bounds, **lengths)
-    keys = tiled._Sequences.of_keys(a)
-    used = cuda._lengths_in_pages(a).clamp(0, 5 * 8)
-    first = torch.zeros(4) if leftpad is None else a.leftpad_k.clamp(0, 5 * 8)
-    assert torch.equal((used - first).clamp(min=0).long(), keys.length)
 
 
 def test_workspaces_kept_zero(monkeypatch):

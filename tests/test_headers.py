@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from flash_attn import _arguments
+from flash_attn._backends import cuda, tiled
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn._backends.quantisation import HEADDIMS, first_scale_blocks, rotation
 
@@ -64,6 +66,30 @@ def test_divisor(tmp_path: Path) -> None:
 
 def test_rows_of_no_sequence(tmp_path: Path) -> None:
     assert output_of("gaps", tmp_path, []) == (0, "")
+
+
+@pytest.mark.parametrize("leftpad", [None, [0, 5, 40, -3]])
+@pytest.mark.parametrize("seqused", [None, [3, 50, -1, 9]])
+@pytest.mark.parametrize("max_seqlen_k", [6, 12, 2**40])
+def test_lengths_of_pages(leftpad, seqused, max_seqlen_k, tmp_path: Path) -> None:
+    """Of packed queries, whose cu_seqlens_k has them: the keys that the tiled backend has."""
+    q = k = torch.zeros(10, 8, 2, 64)
+    bounds = torch.tensor([0, 7, 19, 119, 128], dtype=torch.int32)
+    table = torch.zeros(4, 5, dtype=torch.int32)
+    options = _arguments.options(0.0, None, True, -1, -1, 0.0, False)
+    valid = bounds.clamp(max=0)  # what lies on the CPU is checked, what lies on a GPU clamped
+    a = _arguments.varlen(q[0], k, k, valid, valid, 8, max_seqlen_k, options, block_table=table)
+    lengths = {"seqused_k": seqused, "leftpad_k": leftpad}
+    given = {
+        name: values if values is None else torch.tensor(values, dtype=torch.int32)
+        for name, values in lengths.items()
+    }
+    a = a._replace(cu_seqlens_q=bounds, cu_seqlens_k=bounds, **given)
+    numbers = [4, 5 * 8, cuda._numbers(a)["max_seqlen_k"], seqused is not None, leftpad is not None]
+    numbers += [*bounds.tolist(), *(seqused or [0] * 4), *(leftpad or [0] * 4)]
+    status, text = output_of("lengths", tmp_path, [int(x) for x in numbers])
+    assert status == 0
+    assert [int(x) for x in text.split()] == tiled._Sequences.of_keys(a).length.tolist()
 
 
 def test_order_of_dense_tiles(tmp_path: Path) -> None:
