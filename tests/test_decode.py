@@ -32,9 +32,10 @@ from test_kernels import BEYOND, HALF, of_each_kernel
 from test_kvcache import call as call_kvcache
 from test_kvcache import check as check_kvcache
 from test_kvcache import decode
-from torch import Tensor
+from test_repeated_calls import prepared
 
 import flash_attn
+from flash_attn import _ops
 from flash_attn._backends import cuda
 
 pytestmark = pytest.mark.gpu
@@ -385,20 +386,12 @@ def test_indices_beyond_the_cache(device, parts):
 # ---- which calls run here ------------------------------------------------------------------------
 
 
-def operations_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What is prepared from now on: the operation and num_splits."""
-    seen, prepare = [], cuda._C.prepare
-
-    def prepared(kernel: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> Any:
-        seen.append((cuda._KERNELS[kernel].operation, numbers["num_splits"]))
-        return prepare(kernel, tensors, numbers)
-
-    monkeypatch.setattr(cuda._C, "prepare", prepared)
-    return seen
+def operations(seen: list[tuple[Any, dict[str, Any]]]) -> list[tuple[str, int]]:
+    return [(kernel.operation, numbers["num_splits"]) for kernel, numbers in seen]
 
 
 def test_few_rows_decode(device, monkeypatch):
-    seen = operations_of(monkeypatch)
+    seen = prepared(monkeypatch, _ops.flash_attn_with_kvcache, _ops.flash_attn_forward)
     q, cache = (randn(2, n, 8, 64, device=device, **BF16) for n in (4, 70))
     with cuda.changed_setting("decode", None):
         flash_attn.flash_attn_with_kvcache(q, cache[:, :, :1], cache[:, :, :1])
@@ -406,14 +399,15 @@ def test_few_rows_decode(device, monkeypatch):
         flash_attn.flash_attn_with_kvcache(q[:, :1], cache, cache)
         flash_attn.flash_attn_func(cache[:, :33], cache, cache)
         flash_attn.flash_attn_func(q, cache, cache, dropout_p=0.5)
-    assert seen == [("decode", 0), ("decode", 3), ("decode", 0), ("forward", 0), ("forward", 0)]
+    assert operations(seen[:3]) == [("decode", 0), ("decode", 3), ("decode", 0)]
+    assert operations(seen[3:]) == [("forward", 0), ("forward", 0)]
     with cuda.changed_setting("decode", False):
         flash_attn.flash_attn_with_kvcache(q[:, :1], cache, cache, num_splits=3)
-    assert seen.pop() == ("forward", 3 if kernels_forced() == "sm90" else 0)
+    assert operations(seen[-1:]) == [("forward", 3 if kernels_forced() == "sm90" else 0)]
 
 
 def test_more_rows_decode_where_tiles_are_few(device, monkeypatch):
-    seen = operations_of(monkeypatch)
+    seen = prepared(monkeypatch, _ops.flash_attn_with_kvcache)
     q, cache = (randn(1, n, heads, 64, device=device, **BF16) for n, heads in ((16, 8), (1100, 1)))
     with cuda.changed_setting("decode", None):
         flash_attn.flash_attn_with_kvcache(q, cache, cache)
@@ -422,7 +416,7 @@ def test_more_rows_decode_where_tiles_are_few(device, monkeypatch):
         flash_attn.flash_attn_with_kvcache(torch.cat([q, q, q], 1), cache, cache)
         many = [x.expand(64, -1, -1, -1) for x in (q, cache)]
         flash_attn.flash_attn_with_kvcache(many[0], many[1], many[1])
-    assert [operation for operation, _ in seen] == ["decode"] + ["forward"] * 4
+    assert [kernel.operation for kernel, _ in seen] == ["decode"] + ["forward"] * 4
 
 
 def test_num_splits_of_the_caller(device):

@@ -25,10 +25,11 @@ from helpers import (
 from oracle import Attention, Decode, assert_close_to_oracle, expect, on_host
 from test_kernels import BEYOND, HALF, of_each_kernel
 from test_kvcache import call, decode
+from test_repeated_calls import prepared
 from torch import Tensor
 
 import flash_attn
-from flash_attn import flash_attn_with_kvcache
+from flash_attn import _ops, flash_attn_with_kvcache
 from flash_attn._backends import cuda
 
 FP8 = torch.float8_e4m3fn
@@ -331,18 +332,12 @@ def test_any_number_of_rows_on_kernels(on_kernels, headdim, group, seqlen_q):
 @pytest.mark.gpu
 def test_kernels_append_and_attend(on_kernels, monkeypatch):
     """No part of a call in FP8 runs in PyTorch operations."""
-    seen, prepare = [], cuda._C.prepare
-
-    def prepared(kernel: int, *more: Any) -> Any:
-        seen.append(cuda._KERNELS[kernel])
-        return prepare(kernel, *more)
-
-    monkeypatch.setattr(cuda._C, "prepare", prepared)
+    seen = prepared(monkeypatch, _ops.flash_attn_with_kvcache)
     for seqlen in (1, 200):
         call(fp8_cache([5, 33], seqlen, 1, device=on_kernels))
-        rows = [(x.operation, x.dtype, x.kv_dtype) for x in seen[-2:]]
+        rows = [(x.operation, x.dtype, x.kv_dtype) for x, _ in seen[-2:]]
         assert rows == [("append", "bf16", "e4m3"), ("decode", "bf16", "e4m3")]
-    assert {x.backend for x in seen if x.operation == "decode"} == {kernels_forced()}
+    assert {x.backend for x, _ in seen if x.operation == "decode"} == {kernels_forced()}
 
 
 @pytest.mark.gpu

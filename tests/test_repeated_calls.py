@@ -273,6 +273,20 @@ def launches_of(routed: Callable[..., Any]) -> dict[bytes, Any]:
     return vars(cells["plain"].cell_contents)["launches"]
 
 
+def prepared(monkeypatch: pytest.MonkeyPatch, *routed: Callable[..., Any]) -> list[tuple[Any, ...]]:
+    """What is prepared from now on, kernel and numbers, where the ``routed`` remember nothing."""
+    seen, prepare = [], cuda._C.prepare
+
+    def watched(kernel: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> Any:
+        seen.append((cuda._KERNELS[kernel], numbers))
+        return prepare(kernel, tensors, numbers)
+
+    for function in routed:
+        launches_of(function).clear()
+    monkeypatch.setattr(cuda._C, "prepare", watched)
+    return seen
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dense", "packed", "packed in pages", "cached", "backward"])
 def test_known_launches(kind, monkeypatch):
