@@ -55,16 +55,21 @@ __device__ inline void wgmma_commit() {
 __device__ inline void hold(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 __device__ inline void hold(int& x) { asm volatile("" : "+r"(x)::"memory"); }
 
-// Waits for all committed groups but the last kPending; then `d` holds what they computed.
-// PTX ISA, "Asynchronous wgmma Proxy Operations: wgmma.wait_group"
-template <int kPending, int kTiles, typename Sum>
-__device__ inline void wgmma_wait(Sum (&d)[kTiles][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+template <int kTiles, typename Sum>
+__device__ inline void hold(Sum (&d)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) hold(d[n][j]);
   }
+}
+
+// Waits for all committed groups but the last kPending; then `d` holds what they computed.
+// PTX ISA, "Asynchronous wgmma Proxy Operations: wgmma.wait_group"
+template <int kPending, typename... D>
+__device__ inline void wgmma_wait(D&... d) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+  (hold(d), ...);
 }
 
 // FLASH_TEXT_g names the operands of g groups of 16 columns in assembly, FLASH_REGISTERS_g hands

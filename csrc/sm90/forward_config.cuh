@@ -47,7 +47,8 @@ struct ForwardConfig {
       kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kValues_)
                  : forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kChoice);
   using Params = std::conditional_t<kQuantised, QuantisedParams, ForwardParams>;
-  using Score = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;  // of Q K^T
+  static constexpr bool kWhole = std::is_same_v<T, int8_t>;
+  using Score = std::conditional_t<kWhole, int, float>;  // of Q K^T
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
@@ -77,8 +78,8 @@ struct ForwardConfig {
   // Whether a row of Q that is no query's, and what it holds in e4m3, has a say in when the
   // references of a warp's other rows rise. (Where queries are rounded it is 0.)
   static constexpr bool kSpareRowsCount = kQuantised && !kScaled;
-  // Beside long products exponentials cost nothing.
-  static constexpr bool kLinear = kQuantisedValues && kHeadDimV <= 128;
+  // Beside long products exponentials cost nothing, but integer scores cost more than others.
+  static constexpr bool kLinear = kQuantisedValues && (kHeadDimV <= 128 || kWhole);
   // The less, the further a reference may lag: faster. The more, the more exact is a probability
   // that is most of its row: of operands that are not rotated P's part of the error is small.
   static constexpr int kRoundedBits = kScaled ? 5 : 3;
@@ -86,19 +87,26 @@ struct ForwardConfig {
   // Steps of Q, kWgmmaDepth columns each, that consumers keep in registers where there is room:
   // their products read less shared memory.
   static constexpr int kAllSteps = kHeadDim / kWgmmaDepth<T>;
-  static constexpr int kQSteps = !kQuantised ? kTile.q_steps
-                                 : (kLinear || !kScaled) && kManyRegisters && !kDivided ? kAllSteps
-                                                                                        : 0;
+  static constexpr bool kRoomForQ = !kScaled || (kLinear && kHeadDim <= 128);
+  static constexpr int kQSteps = !kQuantised                                ? kTile.q_steps
+                                 : kManyRegisters && !kDivided && kRoomForQ ? kAllSteps
+                                                                            : 0;
   static constexpr bool kQInRegisters = kQSteps == kAllSteps;
-  // Registers of rounded P whose powers are computed beside P V of the block before: as many as
-  // there is room for.
-  static constexpr int kAhead = !kManyRegisters || kTransposes ? 0 : kQInRegisters ? 2 : 4;
+  // Registers of P that are computed beside P V of the block before, at least: rounded ones as many
+  // as there is room for, linear ones as measured (docs/design-notes.md).
+  static constexpr int kAllAhead = kBlockN / 8;
+  static constexpr int kLinearAhead = !kManyRegisters   ? (kWhole || kTransposes ? 0 : 2)
+                                      : kHeadDim == 192 ? 2
+                                      : kHeadDim == 128 && kScaled && !kWhole ? 4
+                                                                              : kAllAhead;
+  static constexpr int kRoundedAhead = !kManyRegisters || kTransposes ? 0 : kQInRegisters ? 2 : 4;
+  static constexpr int kAhead = kLinear ? kLinearAhead : kRoundedAhead;
   // Whether long rows are summed (long_sum.cuh). Where exponentials are rounded, a kernel that
   // transposes values could not sum as its fellow does, bit for bit: it takes kSummedKeys at most.
   static constexpr bool kSums = kQuantisedValues && !(kTransposes && !kLinear);
   using Probabilities = std::conditional_t<
       !kQuantisedValues, WideProbabilities<V, kBlockN / 8, kManyRegisters && !kDivided>,
-      std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kManyRegisters>,
+      std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kAhead>,
                          RoundedProbabilities<kBlockN / 8, kRoundedBits, kAhead>>>;
   static constexpr float kProbabilityUnit = 1.f / (1 << Probabilities::kBits);
   // Of 8 bits turns pay at two head dims only (docs/design-notes.md).

@@ -147,10 +147,21 @@ struct Consumer {
     start_multiply_or_accumulate<V>(out[0], p, Values(shared.v[warp_uniform(kv_state.stage())]),
                                     accumulate);
   }
-  // P times ones: the sum of each row, eight times.
-  __device__ void begin_sums(float (&sums)[1][4],
-                             const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<V>][4]) {
-    start_multiply<V>(sums, p, Repeated<KMajor<V, 8, uint32_t, kOnesRowBytes>>(shared.ones));
+  // O += P V, and P times ones: the sum of each row, eight times. (By turns: the tensor cores take
+  // a step of P twice in a row.)
+  __device__ void begin_output_and_sums(float (&out)[1][Config::kHeadDimV / 8][4],
+                                        float (&sums)[1][4],
+                                        const uint32_t (&p)[Config::kBlockN / kWgmmaDepth<V>][4]) {
+    using Values = KMajor<V, Config::kHeadDimV, uint32_t, Config::kValueRowBytes>;
+    const Values v(shared.v[warp_uniform(kv_state.stage())]);
+    const KMajor<V, 8, uint32_t, kOnesRowBytes> ones(shared.ones);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kBlockN / kWgmmaDepth<V>; ++k) {
+      ptx::wgmma<Values::kTrans>(out[0], p[k], v.step(k), true, V());
+      ptx::wgmma<Values::kTrans>(sums, p[k], ones.step(0), k > 0, V());
+    }
+    ptx::wgmma_commit();
   }
 
   // Reads nothing of a block: none of its queries sees it.

@@ -185,11 +185,11 @@ struct RoundedProbabilities {
 // Without the special-function unit: the code of a number of e4m3 is a multiple of its logarithm,
 // but for the mantissa, which is linear between powers of two. So the exponent, times 8 and
 // rounded, is taken for the code. Its error is 3.1 % where rounding to e4m3 has 2.6.
-// kBesideOutput: the codes are computed before finish_output() is called; else it has been called
-template <int kColTiles, bool kBesideOutput_>
+// kAhead: registers of P whose codes are computed before finish_output(); 0: it has been called
+template <int kColTiles, int kAhead_>
 struct LinearProbabilities {
-  static constexpr int kBits = 6, kAhead = 0;
-  static constexpr bool kBesideOutput = kBesideOutput_, kTestedFirst = false;
+  static constexpr int kBits = 6, kAhead = kAhead_;
+  static constexpr bool kBesideOutput = kAhead > 0, kTestedFirst = false;
   static constexpr bool kSummed = false;
 
   __device__ static Exponents relative(const Exponents& exponents, const SoftmaxState<1>& softmax) {
@@ -201,13 +201,12 @@ struct LinearProbabilities {
                                  FinishOutput finish_output)
       : largest_(0) {
     for_each_four(scores, [&](int n, int i, int r, const float (&s)[4]) {
-      const uint32_t low = codes_of(relative.of(s[0], r), relative.of(s[1], r));
-      const uint32_t high = codes_of(relative.of(s[2], r), relative.of(s[3], r));
-      largest_ = __vimax3_u16x2(largest_, low, high);
-      codes_[n][i][0] = low;
-      codes_[n][i][1] = high;
+      if (4 * n + i < kAhead) encode(n, i, r, s, relative);
     });
     finish_output();
+    for_each_four(scores, [&](int n, int i, int r, const float (&s)[4]) {
+      if (4 * n + i >= kAhead) encode(n, i, r, s, relative);
+    });
   }
 
   __device__ bool outgrown() const {
@@ -233,6 +232,14 @@ struct LinearProbabilities {
 
   uint32_t largest_;  // in two halves
   uint32_t codes_[kColTiles / 4][4][2];
+
+  __device__ void encode(int n, int i, int r, const float (&s)[4], const Exponents& relative) {
+    const uint32_t low = codes_of(relative.of(s[0], r), relative.of(s[1], r));
+    const uint32_t high = codes_of(relative.of(s[2], r), relative.of(s[3], r));
+    largest_ = __vimax3_u16x2(largest_, low, high);
+    codes_[n][i][0] = low;
+    codes_[n][i][1] = high;
+  }
 
   // In the lower bytes of two halves. NaN remains NaN.
   __device__ static uint32_t codes_of(float low, float high) {

@@ -96,7 +96,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     using Sum = std::conditional_t<Config::kSums, LongSum<Config>, NoLongSum>;
     Sum long_sum(shared.warp_stages);
     // It takes `out` within a step or, where nothing is computed ahead, between two loops of steps.
-    constexpr bool kSumInStep = Config::kSums && Probabilities::kAhead > 0;
+    constexpr bool kSumInStep = Config::kSums && !Config::kLinear && Config::kAhead > 0;
     constexpr bool kSumBetween = Config::kSums && !kSumInStep;
     const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
     TileScales<kFull> scales(params, tile);
@@ -125,7 +125,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
           if (n + kBlockN <= all_end && n >= all_begin) return;
           const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
           apply_mask(scores, mask, row_of, key);
-          if constexpr (!kFull) keep_hidden(scores, scales.q[0]);
+          if constexpr (!kFull && !kScaled) keep_hidden(scores, scales.q[0]);
         };
         scales.apply(scores, Score{});
         if constexpr (kFull) {
@@ -147,17 +147,19 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       });
     };
     const auto begin_output = [&] {
-      if constexpr (!Probabilities::kSummed) consumer.begin_sums(block_sums, p);
-      if constexpr (Config::kQuantisedValues) {
+      if constexpr (!Probabilities::kSummed) {
+        consumer.begin_output_and_sums(out, block_sums, p);
+      } else if constexpr (Config::kQuantisedValues) {
         consumer.begin_quantised_output(out, p, !kSumInStep || !long_sum.is_fresh());
       } else {
         consumer.begin_output(out, p);
       }
     };
     const auto finish_output = [&] {
-      ptx::wgmma_wait<0>(out[0]);
-      if constexpr (!Probabilities::kSummed) {
-        ptx::wgmma_wait<0>(block_sums);
+      if constexpr (Probabilities::kSummed) {
+        ptx::wgmma_wait<0>(out[0]);
+      } else {
+        ptx::wgmma_wait<0>(out[0], block_sums);
         // A row's sum counts in one of the lanes that share it.
         const float unit = lane % 4 == 0 ? Config::kProbabilityUnit : 0.f;
         softmax.sum[0] = fmaf(block_sums[0][0], unit, softmax.sum[0]);
@@ -220,8 +222,12 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         consumer.release_k(next);
         const auto finish_block = [&] {
           // (ptxas moves a wait up to the last condition: what is computed ahead stays before
-          // that of the sum.)
+          // that of the sum, or before one that is never met.)
           if constexpr (kSumInStep) long_sum.count(out);
+          if constexpr (Config::kLinear && Config::kAhead > 0 &&
+                        Config::kAhead < Config::kAllAhead) {
+            if (schedule.rows < 0) __trap();
+          }
           finish_output();
         };
         if constexpr (!Probabilities::kBesideOutput) finish_block();

@@ -37,13 +37,6 @@ struct KMajor {
   }
 };
 
-// An operand whose columns are those of step 0 over and over.
-template <typename Operand>
-struct Repeated : Operand {
-  using Operand::Operand;
-  __device__ uint64_t step(int) const { return Operand::step(0); }
-};
-
 // A tile as an operand, from column `col` on. Products are summed over its rows. WGMMA takes it in
 // 16 bits alone. tile: (parts, kRows, kBoxCols<T>)
 template <typename T, int kRows, typename Sum = uint32_t>

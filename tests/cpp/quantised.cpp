@@ -275,12 +275,13 @@ void check_rotations() {
 }
 
 int main() {
-  check_product<128, 64, LinearProbabilities<16, true>>();
+  check_product<128, 64, LinearProbabilities<16, 16>>();
   check_product<128, 96, RoundedProbabilities<16, 6, 0>>();
-  check_product<64, 64, LinearProbabilities<8, false>>();
+  check_product<64, 64, LinearProbabilities<8, 0>>();
   check_product<64, 256, RoundedProbabilities<8, 3, 0>>();
+  check_product<64, 256, LinearProbabilities<8, 8>>();
   check_squares();
-  check_exponents<LinearProbabilities<8, true>>(0.085, 1.5);
+  check_exponents<LinearProbabilities<8, 4>>(0.085, 1.5);
   check_exponents<RoundedProbabilities<8, 3, 0>>(0.0625, 0.5);
   check_exponents<RoundedProbabilities<8, 5, 0>>(0.0625, 0.5);
   for (int cases = read_number(); cases > 0; --cases) check_blocks();
