@@ -68,12 +68,11 @@ class Rounding(NamedTuple):
     lse: float  # most
 
 
-# To nearest with 3 bits behind the point, of wide heads: 2^-4 of P, in root mean square at most
-# 2^-4 / sqrt(3) at 1 and half of that at 2. Below 2^-6 steps are 2^-9, and the largest P is at
-# least 2^5 there (2^8 on `tiled`; a kernel's reference may lag), of wide e4m3 inputs 2^3. The row's
-# sum adds what is not rounded.
-NEAREST = Rounding(2.0**-4, 2.0**-10 / 2**5, 0.028, 0.0)
-NEAREST_OF_E4M3 = NEAREST._replace(absolute=2.0**-10 / 2**3)
+# To nearest with 3 bits behind the point, of wide e4m3 inputs: 2^-4 of P, in root mean square at
+# most 2^-4 / sqrt(3) at 1 and half of that at 2. Below 2^-6 steps are 2^-9, and the largest P is at
+# least 2^3 there (2^8 on `tiled`; a kernel's reference may lag). The row's sum adds what is not
+# rounded.
+NEAREST = Rounding(2.0**-4, 2.0**-10 / 2**3, 0.028, 0.0)
 # By the code of the exponent, where 2^x is taken for linear between powers of two; below 2^-6 it is
 # up to one and a half steps off. The row's sum adds what is encoded.
 LINEAR = Rounding(0.085, 1.5 * 2.0**-9 / 2**6, 0.034, 0.09)
@@ -85,9 +84,7 @@ def rounding_of(problem: Attention, level: str) -> Rounding:
     wide = max(problem.q.shape[-1], problem.v.shape[-1]) > 128
     if level == "accurate":
         return OF_16_BITS
-    if not wide:
-        return LINEAR
-    return NEAREST_OF_E4M3 if level == "e4m3" else NEAREST
+    return NEAREST if wide and level == "e4m3" else LINEAR
 
 
 MANY = 500  # elements, of which a root mean square says something

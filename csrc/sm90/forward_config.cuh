@@ -78,11 +78,12 @@ struct ForwardConfig {
   // Whether a row of Q that is no query's, and what it holds in e4m3, has a say in when the
   // references of a warp's other rows rise. (Where queries are rounded it is 0.)
   static constexpr bool kSpareRowsCount = kQuantised && !kScaled;
-  // Beside long products exponentials cost nothing, but integer scores cost more than others.
-  static constexpr bool kLinear = kQuantisedValues && (kHeadDimV <= 128 || kWhole);
-  // The less, the further a reference may lag: faster. The more, the more exact is a probability
-  // that is most of its row: of operands that are not rotated P's part of the error is small.
-  static constexpr int kRoundedBits = kScaled ? 5 : 3;
+  // Beside long products exponentials cost nothing, but scores that have scales cost more.
+  static constexpr bool kLinear = kQuantisedValues && (kHeadDimV <= 128 || kScaled);
+  // Of rounded probabilities. The less, the further a reference may lag: faster. The more, the more
+  // exact is a probability that is most of its row: of operands that are not rotated P's part of
+  // the error is small.
+  static constexpr int kRoundedBits = 3;
   static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
   // Steps of Q, kWgmmaDepth columns each, that consumers keep in registers where there is room:
   // their products read less shared memory.
@@ -92,20 +93,26 @@ struct ForwardConfig {
                                  : kManyRegisters && !kDivided && kRoomForQ ? kAllSteps
                                                                             : 0;
   static constexpr bool kQInRegisters = kQSteps == kAllSteps;
-  // Registers of P that are computed beside P V of the block before, at least: rounded ones as many
-  // as there is room for, linear ones as measured (docs/design-notes.md).
-  static constexpr int kAllAhead = kBlockN / 8;
+  // Registers of P that are computed beside P V of the block before, as measured
+  // (docs/design-notes.md): of 16 bits, linear, rounded.
+  static constexpr int kWideAhead = kDivided || kHeadDim == 128 ? 0
+                                    : kHeadDim == 256           ? 8
+                                    : kHeadDim == 192           ? 4
+                                                                : 2;
+  static constexpr int kAllCodes = kBlockN / 8;
   static constexpr int kLinearAhead = !kManyRegisters   ? (kWhole || kTransposes ? 0 : 2)
-                                      : kHeadDim == 192 ? 2
+                                      : kHeadDim == 192 ? (kWhole ? 2 : 4)
                                       : kHeadDim == 128 && kScaled && !kWhole ? 4
-                                                                              : kAllAhead;
+                                                                              : kAllCodes;
   static constexpr int kRoundedAhead = !kManyRegisters || kTransposes ? 0 : kQInRegisters ? 2 : 4;
-  static constexpr int kAhead = kLinear ? kLinearAhead : kRoundedAhead;
+  static constexpr int kAhead = !kQuantisedValues ? kWideAhead
+                                : kLinear         ? kLinearAhead
+                                                  : kRoundedAhead;
   // Whether long rows are summed (long_sum.cuh). Where exponentials are rounded, a kernel that
   // transposes values could not sum as its fellow does, bit for bit: it takes kSummedKeys at most.
   static constexpr bool kSums = kQuantisedValues && !(kTransposes && !kLinear);
   using Probabilities = std::conditional_t<
-      !kQuantisedValues, WideProbabilities<V, kBlockN / 8, kManyRegisters && !kDivided>,
+      !kQuantisedValues, WideProbabilities<V, kBlockN / 8, kAhead>,
       std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kAhead>,
                          RoundedProbabilities<kBlockN / 8, kRoundedBits, kAhead>>>;
   static constexpr float kProbabilityUnit = 1.f / (1 << Probabilities::kBits);

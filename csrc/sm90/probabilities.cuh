@@ -60,13 +60,12 @@ constexpr float kLargestE4m3 = 448.f;
 // P = exp(S) relative to the rows' references, times 2^kBits, in three ways. All say whether a row
 // has outgrown its reference. P V of the block before may still read P: finish_output(), which
 // waits for its end, is called before P is written.
+// kAhead: registers of P that are computed before finish_output(); 0: it has been called
 
 // Rounded to the 16 bits of T, as softmax.cuh has them.
-// kBesideOutput: they are computed and tested before finish_output(); else it has been called
-template <typename T, int kColTiles, bool kBesideOutput_>
+template <typename T, int kColTiles, int kAhead_>
 struct WideProbabilities {
-  static constexpr int kBits = 0, kAhead = 0;
-  static constexpr bool kBesideOutput = kBesideOutput_, kTestedFirst = kBesideOutput;
+  static constexpr int kBits = 0, kAhead = kAhead_;
   static constexpr bool kSummed = true;
   float sums[2];
 
@@ -76,27 +75,18 @@ struct WideProbabilities {
 
   template <typename FinishOutput>
   __device__ WideProbabilities(const float (&scores)[1][kColTiles][4], const Exponents& relative,
-                               FinishOutput)
+                               FinishOutput finish_output)
       : sums{} {
-#pragma unroll
-    for (int n = 0; n < kColTiles / 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = i % 2;
-        const float* const pair = &scores[0][2 * n + i / 2][2 * r];
-        const float low = ptx::ex2(relative.of(pair[0], r)),
-                    high = ptx::ex2(relative.of(pair[1], r));
-        sums[r] += low;
-        sums[r] += high;
-        p_[n][i] = pack(low, high, T());
-      }
-    }
+    add_powers(scores, relative, [](int place) { return place < kAhead; });
+    finish_output();
+    add_powers(scores, relative, [](int place) { return place >= kAhead; });
   }
 
   // (NaN too.)
   __device__ bool outgrown() const { return !(sums[0] <= kLargestSum && sums[1] <= kLargestSum); }
 
-  // (A mere copy would be left out, and p written before finish_output().)
+  // (A mere copy of what was computed ahead would be left out, and p written before
+  // finish_output().)
   __device__ void store(uint32_t (&p)[kColTiles / 2][4]) const {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
     const uint32_t one = ptx::opaque(std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u);
@@ -104,7 +94,7 @@ struct WideProbabilities {
     for (int n = 0; n < kColTiles / 2; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (kBesideOutput) {
+        if (4 * n + i < kAhead) {
           reinterpret_cast<Pair&>(p[n][i]) =
               __hmul2(reinterpret_cast<const Pair&>(p_[n][i]), reinterpret_cast<const Pair&>(one));
         } else {
@@ -116,14 +106,33 @@ struct WideProbabilities {
 
  private:
   uint32_t p_[kColTiles / 2][4];
+
+  // Of the registers that are `wanted`.
+  template <typename Wanted>
+  __device__ void add_powers(const float (&scores)[1][kColTiles][4], const Exponents& relative,
+                             Wanted wanted) {
+#pragma unroll
+    for (int n = 0; n < kColTiles / 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!wanted(4 * n + i)) continue;
+        const int r = i % 2;
+        const float* const pair = &scores[0][2 * n + i / 2][2 * r];
+        const float low = ptx::ex2(relative.of(pair[0], r)),
+                    high = ptx::ex2(relative.of(pair[1], r));
+        sums[r] += low;
+        sums[r] += high;
+        p_[n][i] = pack(low, high, T());
+      }
+    }
+  }
 };
 
-// Rounded to the nearest e4m3. The rows sum the powers before they are rounded.
-// kAhead: registers of P whose powers are computed before finish_output()
+// Rounded to the nearest e4m3, later than the powers are computed. The rows sum the powers before
+// they are rounded.
 template <int kColTiles, int kBits_, int kAhead_>
 struct RoundedProbabilities {
   static constexpr int kBits = kBits_, kAhead = kAhead_;
-  static constexpr bool kBesideOutput = kAhead > 0, kTestedFirst = false;
   static constexpr bool kSummed = true;  // or products with ones do it
   float sums[2];                         // of this lane's, times 2^kBits
 
@@ -185,11 +194,9 @@ struct RoundedProbabilities {
 // Without the special-function unit: the code of a number of e4m3 is a multiple of its logarithm,
 // but for the mantissa, which is linear between powers of two. So the exponent, times 8 and
 // rounded, is taken for the code. Its error is 3.1 % where rounding to e4m3 has 2.6.
-// kAhead: registers of P whose codes are computed before finish_output(); 0: it has been called
 template <int kColTiles, int kAhead_>
 struct LinearProbabilities {
   static constexpr int kBits = 6, kAhead = kAhead_;
-  static constexpr bool kBesideOutput = kAhead > 0, kTestedFirst = false;
   static constexpr bool kSummed = false;
 
   __device__ static Exponents relative(const Exponents& exponents, const SoftmaxState<1>& softmax) {

@@ -96,7 +96,8 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     using Sum = std::conditional_t<Config::kSums, LongSum<Config>, NoLongSum>;
     Sum long_sum(shared.warp_stages);
     // It takes `out` within a step or, where nothing is computed ahead, between two loops of steps.
-    constexpr bool kSumInStep = Config::kSums && !Config::kLinear && Config::kAhead > 0;
+    constexpr bool kSomeAhead = Config::kAhead > 0;
+    constexpr bool kSumInStep = Config::kSums && !Config::kLinear && kSomeAhead;
     constexpr bool kSumBetween = Config::kSums && !kSumInStep;
     const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
     TileScales<kFull> scales(params, tile);
@@ -222,17 +223,18 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         consumer.release_k(next);
         const auto finish_block = [&] {
           // (ptxas moves a wait up to the last condition: what is computed ahead stays before
-          // that of the sum, or before one that is never met.)
-          if constexpr (kSumInStep) long_sum.count(out);
-          if constexpr (Config::kLinear && Config::kAhead > 0 &&
-                        Config::kAhead < Config::kAllAhead) {
+          // that of the sum, or before one that is never met. All codes are where it wants them.)
+          constexpr bool kAllCodes = Config::kLinear && Config::kAhead == Config::kAllCodes;
+          if constexpr (kSumInStep) {
+            long_sum.count(out);
+          } else if constexpr (kSomeAhead && !kAllCodes) {
             if (schedule.rows < 0) __trap();
           }
           finish_output();
         };
-        if constexpr (!Probabilities::kBesideOutput) finish_block();
+        if constexpr (!kSomeAhead) finish_block();
         softmax_block(std::false_type(), block.key(), [&] {
-          if constexpr (Probabilities::kBesideOutput) finish_block();
+          if constexpr (kSomeAhead) finish_block();
         });
       };
       while (!block.is_last()) {

@@ -149,12 +149,9 @@ __device__ void quantised_softmax_step(uint32_t (&p)[kSteps][4], SoftmaxState<1>
   // If one row of the warp has outgrown its reference, those of the others follow their maxima too:
   // they would be next. (Where there is NaN the row is NaN, whatever its reference.)
   if (!kFirst && __any_sync(0xffffffff, found.outgrown() || again)) {
-    if (Probabilities::kTestedFirst) finish_output();
     raise();
     rescale(factors);
     found = Probabilities(scores, relative, [] {});
-  } else if (Probabilities::kTestedFirst) {
-    finish_output();  // (ptxas moves a wait up to the last condition.)
   }
   found.store(p);
   if constexpr (Probabilities::kSummed) {

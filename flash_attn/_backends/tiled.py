@@ -124,7 +124,7 @@ def _attend_by_tiles(
     return all_out.rows.view(a.out_shape), _lse_layout(a, all_lse.rows)
 
 
-LINEAR_HEADDIM = 128  # the largest with linear probabilities
+LINEAR_HEADDIM = 128  # the largest with linear probabilities, if operands come in e4m3
 
 
 class _Probabilities(NamedTuple):
@@ -142,7 +142,7 @@ def _probabilities(a: Attention) -> _Probabilities:
     """
     if a.v.dtype != FP8:
         return _Probabilities(1.0, lambda x: x.exp2().to(a.v.dtype).float(), torch.exp2)
-    if max(a.headdim, a.headdim_v) > LINEAR_HEADDIM:
+    if a.scales is None and max(a.headdim, a.headdim_v) > LINEAR_HEADDIM:
         scale = 2.0**8  # makes the most of e4m3, which ends at 448
         return _Probabilities(scale, lambda x: to_fp8(x.exp2() * scale).float(), torch.exp2)
     scale = 2.0**6
