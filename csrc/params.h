@@ -211,7 +211,7 @@ struct QuantisedParams : ForwardParams {
   int headdim_q;
 
   Scales k_scale, v_scale;
-  Descale q_descale;  // as k_descale and v_descale; that of v may have any sign
+  Descale q_descale;  // as k_descale and v_descale; all may have any sign
   float score_scale;  // softmax_scale, which is 1 in a kernel: scores have their scales then
 };
 

@@ -156,8 +156,9 @@ def in_e4m3(problem: Attention, descales: bool = True) -> tuple[Attention, dict[
     q, k, v = (guarded(x.to(FP8)) for x in (problem.q, problem.k, problem.v))
     given: dict[str, Any] = {"q": q, "k": k, "v": v}
     scales = dict.fromkeys("qkv")
-    if descales:  # of odd strides; that of V may be anything
-        scales = {name: torch.rand(shape, device=device).T + 0.5 for name in "qk"}
+    if descales:  # of odd strides and any sign; that of V may be anything
+        sign = lambda: torch.where(torch.rand(shape, device=device) < 0.25, -1.0, 1.0)  # noqa: E731
+        scales = {name: (sign() * (torch.rand(shape, device=device) + 0.5)).T for name in "qk"}
         scales["v"] = torch.randn(shape, device=device).T
         given |= {f"{name}_descale": x for name, x in scales.items()}
     read = q.float()

@@ -4,6 +4,7 @@
 // e4m3 (probabilities.cuh) and the sums of long rows in shared memory (long_sum.cuh).
 #pragma once
 
+#include <climits>
 #include <cstdint>
 #include <cuda/ptx>
 #include <type_traits>
@@ -88,7 +89,8 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     const bool has_queries = warp_uniform(range.m_begin + first_query) < range.m_end;
     const int first = range.position + first_query, last = range.position + last_query;
     const int seen_end = has_queries ? mask.end_key(last) : 0;
-    const int all_begin = mask.first_key(last), all_end = mask.end_key(first);
+    const int all_end = mask.end_key(first);
+    int all_begin = mask.first_key(last);
 
     float out[1][kOutTiles][4] = {};
     const float no_sinks[2] = {-INFINITY, -INFINITY};
@@ -101,6 +103,9 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     constexpr bool kSumBetween = Config::kSums && !kSumInStep;
     const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
     TileScales<kFull> scales(params, tile);
+    // (Scales of blocks are positive. The full set multiplies scores by descales as they are.)
+    const bool negative = !kFull && !kScaled && scales.take_sign();
+    if (negative) all_begin = INT_MAX;  // no block is left as it is
     // By the scales of the block at hand.
     Exponents exponents, relative;
     const auto find_exponents = [&] {
@@ -125,8 +130,8 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         const auto mask_scores = [&] {
           if (n + kBlockN <= all_end && n >= all_begin) return;
           const auto row_of = [&](int, int half) { return row + query_of(first_row + half * 8); };
+          if (negative) for_each(scores, [](float& x, int, int, int) { x = -x; });
           apply_mask(scores, mask, row_of, key);
-          if constexpr (!kFull && !kScaled) keep_hidden(scores, scales.q[0]);
         };
         scales.apply(scores, Score{});
         if constexpr (kFull) {
@@ -224,10 +229,10 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         const auto finish_block = [&] {
           // (ptxas moves a wait up to the last condition: what is computed ahead stays before
           // that of the sum, or before one that is never met. All codes are where it wants them.)
-          constexpr bool kAllCodes = Config::kLinear && Config::kAhead == Config::kAllCodes;
+          constexpr bool kAllAhead = Config::kLinear && Config::kAhead == Config::kAllCodes;
           if constexpr (kSumInStep) {
             long_sum.count(out);
-          } else if constexpr (kSomeAhead && !kAllCodes) {
+          } else if constexpr (kSomeAhead && !kAllAhead) {
             if (schedule.rows < 0) __trap();
           }
           finish_output();

@@ -32,13 +32,6 @@ __device__ inline float not_zero(float x) {
   return fabsf(x) < kLeastMultiplier ? kLeastMultiplier : x;
 }
 
-// Hidden scores, which are -inf, stay so where a descale is negative.
-template <int kColTiles>
-__device__ void keep_hidden(float (&scores)[1][kColTiles][4], float multiplier) {
-  if (multiplier >= 0.f) return;
-  for_each(scores, [](float& x, int, int, int) { x = x == -INFINITY ? INFINITY : x; });
-}
-
 // Integer scores, below 2^22, become floats by one addition: the number, plus kOffset.
 template <typename Score>
 constexpr float kOffset = 0.f;
@@ -88,6 +81,13 @@ struct TileScales {
     q[0] = q[1] = params.score_scale * (kFull ? 1.f : kLog2e) *
                   descale_of(params.q_descale, tile.batch, tile.head_kv) *
                   descale_of(params.k_descale, tile.batch, tile.head_kv);
+  }
+
+  // Whether scores are to change their sign. What they are multiplied by then is positive.
+  __device__ bool take_sign() {
+    const bool negative = q[0] < 0.f;
+    for (float& scale : q) scale = fabsf(scale);
+    return negative;
   }
 
   // The rows have scales of their own.

@@ -283,7 +283,6 @@ int main() {
   check_squares();
   check_exponents<LinearProbabilities<8, 4>>(0.085, 1.5);
   check_exponents<RoundedProbabilities<8, 3, 0>>(0.0625, 0.5);
-  check_exponents<RoundedProbabilities<8, 5, 0>>(0.0625, 0.5);
   for (int cases = read_number(); cases > 0; --cases) check_blocks();
   check_rotations<64>();
   check_rotations<96>();
