@@ -14,8 +14,9 @@ level          q and k       v                   error
 Root mean square error on normal inputs with outliers, head dim 128 (``benchmarks/fp8.py`` on a
 CPU), where attention in bfloat16 has 1.2e-3 and e4m3 with one scale a head 1.8e-2. At every
 level q and k are multiplied by the same random orthogonal matrix first, which leaves q k^T as it is
-and spreads outliers over the columns; the probabilities become what v is; sums are float32. |q| |k|
-softmax_scale, the most that a score may be, shall stay below 9e4: beyond, a row may become NaN.
+and spreads outliers over the columns; the probabilities become what v is; sums are float32. The
+product of the norms of q and k and ``softmax_scale``, the most that a score may be, shall stay
+below 9e4: beyond, a row may become NaN.
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision",
 2024, has the rotation and scales of blocks in FP8. Hopper GPUs have kernels for it; elsewhere it

@@ -24,6 +24,7 @@ from benchmarks import (
     presets,
     providers,
     report,
+    rotary,
     tiles,
     timing,
 )
@@ -415,6 +416,27 @@ def test_memory(tmp_path):
     assert long["skipped"] == {"math": "N x N matrices of more than 0.005 GiB"}
     assert 0 < short["peak_mib"]["tiled"] < long["peak_mib"]["tiled"]
     assert (tmp_path / "memory.png").exists() == DRAWS
+
+
+def test_rotary(tmp_path, capsys):
+    """The peer is a file, whose function has to compute the same."""
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text("from flash_attn.layers.rotary import apply_rotary_emb as apply_rotary\n")
+    options = ["--folder", str(tmp_path), "--shapes", "1x8x2x32", "--rounds", "1"]
+    rotary.main([*options, "--sample-ms", "0.1", "--triton", str(stand_in)])
+    rows = json.loads((tmp_path / "rotary.json").read_text())["rows"]
+    assert [row["rotary_dim"] for row in rows] == [32, 32, 16, 16]
+    assert [row["interleaved"] for row in rows] == [False, True] * 2
+    for row in rows:
+        assert [*row["ms"]] == ["out", "inplace", "copy", "triton", "triton_inplace"]
+        moved = 2 * 8 * 2 * 32 * (2 if row["dtype"] == "bf16" else 4)
+        assert row["gbs"]["copy"] == pytest.approx(moved / row["ms"]["copy"] / 1e6, rel=1e-2)
+    assert "triton / out" in capsys.readouterr().out
+    stand_in.write_text("def apply_rotary(x, *_, **__):\n    return x\n")
+    with pytest.raises(AssertionError, match="not close"):
+        rotary.main([*options, "--triton", str(stand_in)])
+    with pytest.raises(SystemExit, match="no Python file"):
+        rotary.main([*options, "--triton", str(tmp_path / "absent.py")])
 
 
 @pytest.mark.parametrize("dtype", cpu.DTYPES)
