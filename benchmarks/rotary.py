@@ -28,20 +28,19 @@ from flash_attn.layers.rotary import apply_rotary_emb
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {
         "dtype": "bf16",
-        "shapes": ["1x16384x32x128", "8x2048x16x64", "4x4096x16x256", "64x1x32x128"],
+        "shapes": [(1, 16384, 32, 128), (8, 2048, 16, 64), (4, 4096, 16, 256), (64, 1, 32, 128)],
     },
-    "cpu": {"dtype": "fp32", "shapes": ["1x64x2x32"]},
+    "cpu": {"dtype": "fp32", "shapes": [(1, 64, 2, 32)]},
 }
 
 ApplyRotary = Callable[..., Tensor]
 
 
-def shape_of(text: str) -> str:
-    """The text, if it is four sizes."""
+def shape_of(text: str) -> tuple[int, ...]:
     sizes = text.split("x")
     if len(sizes) != 4 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(f"got {text!r}; accepted: BATCHxSEQLENxNHEADSxHEADDIM")
-    return text
+    return tuple(map(int, sizes))
 
 
 def apply_rotary_of(path: str) -> ApplyRotary:
@@ -75,7 +74,12 @@ def calls_of(
 
 
 def measure(
-    a: argparse.Namespace, shape: tuple[int, ...], part: float, interleaved: bool, device: str
+    a: argparse.Namespace,
+    triton: ApplyRotary | None,
+    device: str,
+    shape: tuple[int, ...],
+    part: float,
+    interleaved: bool,
 ) -> Row:
     """Return the fields of the case, and ``ms`` and ``gbs`` by provider."""
     batch, seqlen, nheads, headdim = shape
@@ -83,7 +87,6 @@ def measure(
     x = torch.randn(shape, dtype=DTYPES[a.dtype], device=device)
     angles = torch.rand(seqlen, rotary_dim // 2, device=device)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    triton = None if a.triton is None else apply_rotary_of(a.triton)
     samplers = {
         name: sampler(Call(run), device, graph=device == "cuda", sample_ms=a.sample_ms)
         for name, run in calls_of(x, cos, sin, interleaved, triton).items()
@@ -143,14 +146,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a = parse(arguments, device)
     cases = [
-        (tuple(int(size) for size in shape.split("x")), part, interleaved)
+        (shape, part, interleaved)
         for shape in a.shapes
         for part in a.parts
         for interleaved in (False, True)
     ]
     print(f"{report.device_name()}, torch {torch.__version__}, {a.dtype}")
+    triton = None if a.triton is None else apply_rotary_of(a.triton)  # once: it compiles
     measured = report.with_progress(
-        lambda case: measure(a, *case, device), cases, lambda case: str(case[0])
+        lambda case: measure(a, triton, device, *case), cases, lambda case: str(case[0])
     )
     rows: list[Row] = []
     with capture_stream() if device == "cuda" else torch.no_grad():
