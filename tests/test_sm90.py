@@ -140,20 +140,45 @@ BACKWARD_LENGTHS = {
 }
 
 
+def several_tiles(
+    device: str, lengths: str, headdims: tuple[int, int], options: str = "plain"
+) -> Attention:
+    seqlens_q, seqlens_k = BACKWARD_LENGTHS[lengths]
+    batch, heads = len(seqlens_q), (24, 12, *headdims)
+    given = OPTIONS[options](batch, 24, device) | {"dtype": torch.bfloat16, "device": device}
+    if lengths.endswith("dense"):
+        return dense(batch, seqlens_q[0], seqlens_k[0], *heads, **given)
+    return varlen(seqlens_q, seqlens_k, *heads, **given)
+
+
 @pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
 @pytest.mark.parametrize("options", ["plain", "causal", "window", "everything"])
 @pytest.mark.parametrize("lengths", BACKWARD_LENGTHS)
 def test_backward_of_tiles(device, lengths, options, headdims):
     """Right; and if dQ is added to in turns, twice the same bits."""
-    seqlens_q, seqlens_k = BACKWARD_LENGTHS[lengths]
-    batch, heads = len(seqlens_q), (24, 12, *headdims)
-    options = OPTIONS[options](batch, 24, device) | {"dtype": torch.bfloat16, "device": device}
-    if lengths.endswith("dense"):
-        problem = dense(batch, seqlens_q[0], seqlens_k[0], *heads, **options)
-    else:
-        problem = varlen(seqlens_q, seqlens_k, *heads, **options)
+    problem = several_tiles(device, lengths, headdims, options)
     check(problem)
     assert_twice_the_same(problem)
+
+
+@pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
+@pytest.mark.parametrize("lengths", ["several-dense", "several-varlen"])
+def test_backward_ends(device, lengths, headdims):
+    """Tiles that wait for each other are different thread blocks' (else a call in 300 hangs)."""
+    problem = several_tiles(device, lengths, headdims)
+    leaves = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    problem = replace(problem, **dict(zip("qkv", leaves, strict=True)))
+    out = call(problem, deterministic=True)
+    dout = torch.randn_like(out)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    first = gradients()
+    for _ in range(300):
+        last = gradients()
+    for grad, expected in zip(last, first, strict=True):
+        assert torch.equal(grad, expected)
 
 
 def assert_twice_the_same(problem: Attention) -> None:

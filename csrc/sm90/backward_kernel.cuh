@@ -64,7 +64,7 @@ __device__ void produce(BackwardProducer<Config> producer) {
   TilePipeline<Tile>::State tile_state;
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<Config::kStages> state;
-  for (;; scheduler.next()) {
+  for (;; next_tile(scheduler, schedule)) {
     const Tile tile = scheduler.tile();
     if (tile.batch < 0) {
       producer.announce_end(state.count);

@@ -62,7 +62,8 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   schedule.lengths_on_device =
       schedule.clear_tail_q || schedule.clear_tail_k || params.leftpad_k != nullptr;
   schedule.lone = Config::kWritesDq && params.seqlen_k <= Config::kBlockN;
-  // Rotated tiles wait for each other, so those of a section must all be running.
+  // Rotated tiles wait for each other, so those of a section must all be running, each on another
+  // worker.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   const int parts = std::max(1, schedule.blocks * schedule.splits);  // of a head
   const int64_t together = workers / parts;                          // heads

@@ -33,6 +33,13 @@ struct KeyTiles {
   __device__ bool mixed() const { return false; }
 };
 
+// The scheduler's next tile, which waits until this one has ended. One of the same section may not:
+// if tiles are rotated, this one may need its turn.
+template <typename Scheduler>
+__device__ void next_tile(Scheduler& scheduler, const BackwardSchedule& schedule) {
+  schedule.rotated ? scheduler.next_undrawn() : scheduler.next();
+}
+
 // Where a warp is among the steps of a tile: a step is one block of queries for one query head. The
 // last queries come first, unless tiles are rotated: under a causal mask all tiles see those, so
 // that they add to dQ in step with each other.

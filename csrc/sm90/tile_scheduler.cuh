@@ -53,6 +53,10 @@ class TileScheduler {
     ticket_ = beginners() + __shfl_sync(0xffffffff, drawn, 0);
   }
 
+  // Instead of next(), for the whole launch: every worker takes each `workers`th ticket. A next
+  // tile, which a worker begins when this one has ended, is then at least so many tickets away.
+  __device__ void next_undrawn() { ticket_ += workers_; }
+
   // Instead of next(): no tile is left.
   __device__ void finish() { ticket_ = INT_MAX; }
 

@@ -157,7 +157,7 @@ __device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config
       }
     }
     tiles.next(steps);
-    if (rank == 0) scheduler.next();
+    if (rank == 0) next_tile(scheduler, schedule);
   }
 }
 
