@@ -55,11 +55,11 @@ inline cudaLaunchAttribute in_clusters(dim3 size) {
 
 template <size_t kAttributes, typename... Parameters, typename... Arguments>
 void launch(std::array<cudaLaunchAttribute, kAttributes> attributes, void (*kernel)(Parameters...),
-            dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream, const char* call,
+            dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const char* call,
             const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
-  config.blockDim = threads;
+  config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes.data();

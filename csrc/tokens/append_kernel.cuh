@@ -32,22 +32,21 @@ __device__ inline int64_t cache_offset(const AppendParams& params, const Operand
 // Grid: (tokens of a sequence, sequences, Moved).
 // T, KV: the types of what is new and of the cache.
 // kOverlaps: launched so that it starts while the kernel before is ending, and lets the next one.
-template <typename T, typename KV, typename Table, int kPairs, bool kOverlaps>
+template <typename T, typename KV, typename Table, int kPairs, bool kInterleaved, bool kOverlaps>
 __global__ void __launch_bounds__(kTokenThreads, 4)
-    append_kernel(const __grid_constant__ AppendParams params, const TokenBlock block) {
+    append_kernel(const __grid_constant__ AppendParams params) {
   if constexpr (kOverlaps) {
     ptx::wait_for_earlier_kernels();
     if (gridDim.y <= kFewSequences) ptx::let_next_kernel_start();
   }
-  const TokenThread thread(block);
   const Moved moved{blockIdx.z};
-  const int row = blockIdx.x * block.tokens + thread.token;
+  const int row = blockIdx.x * blockDim.z + threadIdx.z;
   const auto move = [&](const Operand& source, int batch, auto* target, int64_t target_stride,
                         int nheads, int headdim, const TokenAngles<Table>& angles,
                         auto descale_of_head) {
-    move_token<kPairs>(rows_of<const T>(source, batch, row, 0), source.head_stride, target,
-                       target_stride, nheads, headdim, angles, params.rotation.pairs,
-                       params.rotation.interleaved, block, thread, descale_of_head);
+    move_token<kPairs, kInterleaved>(rows_of<const T>(source, batch, row, 0), source.head_stride,
+                                     target, target_stride, nheads, headdim, angles,
+                                     params.rotation.pairs, descale_of_head);
   };
   for (int batch = blockIdx.y; batch < params.batch; batch += gridDim.y) {
     const int used = params.seqused_k[batch];
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(kTokenThreads, 4)
       continue;
     }
     const bool keys = moved == Moved::kKeys;
-    if (keys && row == 0 && thread.x == 0 && thread.y == 0) {
+    if (keys && row == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
       params.lengths[batch] = rows_after_append(used, params.seqlen_new);
     }
     if (row >= params.seqlen_new || used < 0 || used >= params.seqlen_k - row) continue;

@@ -17,7 +17,8 @@
 namespace flash::tokens {
 
 constexpr int kTokenThreads = 128;  // of a thread block
-constexpr int kTokenHeads = 4;      // of a thread at a time
+constexpr int kTokenHeads = 2;      // of a thread at a time
+constexpr int kMostZ = 64;          // threads of a block in z, CUDA's limit
 
 // Channels that a thread moves at a time, 16 bytes by each instruction at most.
 template <typename T, int kChannels>
@@ -50,11 +51,17 @@ struct TokenAngles {
     sin = static_cast<const Table*>(rotation.sin) + position * rotation.pairs;
   }
 
-  // Of pairs `unit` * kPairs and following.
+  // Of pairs `first` and following; of several, the second half is of `second` and following.
   template <int kPairs>
-  __device__ void read(float (&cos_of)[kPairs], float (&sin_of)[kPairs], int unit) const {
-    read_angles(cos_of, cos + unit * kPairs, 1.f);
-    read_angles(sin_of, sin + unit * kPairs, sign);
+  __device__ void read(float (&cos_of)[kPairs], float (&sin_of)[kPairs], int first,
+                       int second) const {
+    constexpr int kParts = kPairs == 1 ? 1 : 2, kEach = kPairs / kParts;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const int pair = i == 0 ? first : second;
+      read_angles(reinterpret_cast<float (&)[kEach]>(cos_of[i * kEach]), cos + pair, 1.f);
+      read_angles(reinterpret_cast<float (&)[kEach]>(sin_of[i * kEach]), sin + pair, sign);
+    }
   }
 };
 
@@ -104,27 +111,13 @@ __device__ void rotate(Channels<T, kPairs>& first, Channels<T, kPairs>& second,
   }
 }
 
-// How the threads of a block share tokens: threads x the channels of one, threads y its heads.
-struct TokenBlock {
-  int x, y, tokens;
-
-  TokenBlock(int headdim, int pairs, int nheads, int channels)
-      : x(std::min((headdim - pairs + channels - 1) / channels, kTokenThreads)),
-        y(std::min((nheads + kTokenHeads - 1) / kTokenHeads, kTokenThreads / x)),
-        tokens(kTokenThreads / (x * y)) {}
-
-  int threads() const { return x * y * tokens; }
-};
-
-// The place of a thread in it.
-struct TokenThread {
-  int x, y, token;
-
-  __device__ explicit TokenThread(const TokenBlock& block)
-      : x(threadIdx.x % block.x),
-        y(threadIdx.x / block.x % block.y),
-        token(threadIdx.x / (block.x * block.y)) {}
-};
+// The threads of a block: x is one's channels, y its heads, z its token.
+// copied: channels of a head that move without being rotated; channels: of a thread at a time
+inline dim3 token_block(int pairs, int copied, int nheads, int channels) {
+  const int x = std::clamp((pairs + copied) / channels, 1, kTokenThreads);
+  const int y = std::min((nheads + kTokenHeads - 1) / kTokenHeads, kTokenThreads / x);
+  return dim3(x, y, std::min(kTokenThreads / (x * y), kMostZ));
+}
 
 // Writes channels as they are.
 template <typename T, int kChannels>
@@ -143,31 +136,35 @@ __device__ void put(__nv_fp8_e4m3* target, const Channels<T, kChannels>& source,
   *reinterpret_cast<Channels<__nv_fp8_e4m3, kChannels>*>(target) = rounded;
 }
 
-// Moves the heads of one token. A thread reads its angles once for kTokenHeads heads.
+// Moves the heads of one token, by the threads of its z: see token_block. A thread reads its angles
+// once for kTokenHeads heads.
 // source, target: (nheads, headdim), head_strides apart; may be the same
 // descale_of(head): what the numbers in the target, if they are e4m3, are to be multiplied by
-template <int kPairs, typename T, typename Target, typename Table, typename DescaleOf>
+template <int kPairs, bool kInterleaved, typename T, typename Target, typename Table,
+          typename DescaleOf>
 __device__ void move_token(const T* source, int64_t source_stride, Target* target,
                            int64_t target_stride, int nheads, int headdim,
-                           const TokenAngles<Table>& angles, int pairs, bool interleaved,
-                           const TokenBlock& block, const TokenThread& thread,
-                           DescaleOf descale_of) {
+                           const TokenAngles<Table>& angles, int pairs, DescaleOf descale_of) {
   const bool in_place = static_cast<const void*>(source) == target;
   const int rotated_units = angles.cos == nullptr ? 0 : pairs / kPairs;
   const int first_copied = rotated_units * 2 * kPairs;
   const int units = rotated_units + (in_place ? 0 : (headdim - first_copied) / kPairs);
-  for (int unit = thread.x; unit < units; unit += block.x) {
+  // Of several pairs, interleaved ones are as well half in either half of the rotated channels.
+  constexpr bool kBeside = kPairs == 1 && kInterleaved;
+  for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
     const bool rotated = unit < rotated_units;
-    const int first = !rotated      ? first_copied + (unit - rotated_units) * kPairs
-                      : interleaved ? unit * 2 * kPairs
-                                    : unit * kPairs;
-    const int second = first + (interleaved ? kPairs : pairs);
-    for (int begin = thread.y; begin < nheads; begin += kTokenHeads * block.y) {
+    const int first = !rotated  ? first_copied + (unit - rotated_units) * kPairs
+                      : kBeside ? unit * 2
+                                : unit * kPairs;
+    const int second = first + (kBeside ? 1 : pairs);
+    const int first_pair = kInterleaved && !kBeside ? unit * kPairs / 2 : unit * kPairs;
+    const int second_pair = first_pair + (kInterleaved ? pairs / 2 : kPairs / 2);
+    for (int begin = threadIdx.y; begin < nheads; begin += kTokenHeads * blockDim.y) {
       using Some = Channels<T, kPairs>;
       Some a[kTokenHeads], b[kTokenHeads];
 #pragma unroll
       for (int i = 0; i < kTokenHeads; ++i) {
-        const int head = begin + i * block.y;
+        const int head = begin + i * blockDim.y;
         if (head >= nheads) continue;
         const T* const from = source + head * source_stride;
         a[i] = *reinterpret_cast<const Some*>(from + first);
@@ -175,15 +172,15 @@ __device__ void move_token(const T* source, int64_t source_stride, Target* targe
       }
       // Behind the loads of the token, which take longer; with few heads a thread comes here once.
       float cos[kPairs], sin[kPairs];
-      if (rotated) angles.read(cos, sin, unit);
+      if (rotated) angles.read(cos, sin, first_pair, second_pair);
 #pragma unroll
       for (int i = 0; i < kTokenHeads; ++i) {
-        const int head = begin + i * block.y;
+        const int head = begin + i * blockDim.y;
         if (head >= nheads) continue;
         Target* const to = target + head * target_stride;
         const float descale = descale_of(head);
         if (rotated) {
-          rotate(a[i], b[i], cos, sin, interleaved);
+          rotate(a[i], b[i], cos, sin, kInterleaved);
           put(to + second, b[i], descale);
         }
         put(to + first, a[i], descale);
@@ -193,12 +190,12 @@ __device__ void move_token(const T* source, int64_t source_stride, Target* targe
 }
 
 template <bool kOverlaps, typename Kernel, typename Params>
-void launch_tokens(Kernel kernel, dim3 grid, const TokenBlock& block, cudaStream_t stream,
-                   const char* call, const Params& params) {
+void launch_tokens(Kernel kernel, dim3 grid, dim3 block, cudaStream_t stream, const char* call,
+                   const Params& params) {
   if constexpr (kOverlaps) {
-    launch_overlapping(kernel, grid, block.threads(), 0, stream, call, params, block);
+    launch_overlapping(kernel, grid, block, 0, stream, call, params);
   } else {
-    kernel<<<grid, block.threads(), 0, stream>>>(params, block);
+    kernel<<<grid, block, 0, stream>>>(params);
     check_cuda(cudaGetLastError(), call);
   }
 }
@@ -208,16 +205,21 @@ struct TypeOf {
   using type = Type;
 };
 
-// Host code: choose(TypeOf<type of the tables>, pairs that a thread moves at a time).
+// Host code: choose(TypeOf<type of the tables>, pairs that a thread moves at a time, whether they
+// are interleaved).
 template <typename T, typename Choose>
 auto for_tokens(const Rotation& rotation, bool aligned, Choose choose) {
+  const auto choose_order = [&](auto table, auto pairs) {
+    return rotation.interleaved ? choose(table, pairs, std::true_type())
+                                : choose(table, pairs, std::false_type());
+  };
   using Many = std::integral_constant<int, 16 / sizeof(T)>;
   using One = std::integral_constant<int, 1>;
   const bool many = aligned && rotation.pairs % Many() == 0;
   if (rotation.float_tables) {
-    return many ? choose(TypeOf<float>(), Many()) : choose(TypeOf<float>(), One());
+    return many ? choose_order(TypeOf<float>(), Many()) : choose_order(TypeOf<float>(), One());
   }
-  return many ? choose(TypeOf<T>(), Many()) : choose(TypeOf<T>(), One());
+  return many ? choose_order(TypeOf<T>(), Many()) : choose_order(TypeOf<T>(), One());
 }
 
 }  // namespace flash::tokens

@@ -26,16 +26,15 @@ __device__ inline int sequence_of(const RotaryParams& params, int token) {
 
 // Grid: (tokens of a sequence, sequences); packed tokens count as one sequence.
 // kOverlaps: launched so that it starts while the kernel before is ending, and lets the next one.
-template <typename T, typename Table, int kPairs, bool kOverlaps>
+template <typename T, typename Table, int kPairs, bool kInterleaved, bool kOverlaps>
 __global__ void __launch_bounds__(kTokenThreads)
-    rotary_kernel(const __grid_constant__ RotaryParams params, const TokenBlock block) {
+    rotary_kernel(const __grid_constant__ RotaryParams params) {
   if constexpr (kOverlaps) {
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
   }
-  const TokenThread thread(block);
   const bool packed = params.cu_seqlens != nullptr;
-  const int row = blockIdx.x * block.tokens + thread.token;
+  const int row = blockIdx.x * blockDim.z + threadIdx.z;
   if (row >= params.seqlen) return;
   const int batch_end = packed ? 1 : params.batch;
   for (int batch = blockIdx.y; batch < batch_end; batch += gridDim.y) {
@@ -46,10 +45,10 @@ __global__ void __launch_bounds__(kTokenThreads)
     TokenAngles<Table> angles(params.rotation, row - first, offset);
     if (sequence < 0) angles.cos = nullptr;
     if (params.in_place && angles.cos == nullptr) continue;
-    move_token<kPairs>(rows_of<const T>(params.x, batch, row, 0), params.x.head_stride,
-                       rows_of<T>(params.out, batch, row, 0), params.out.head_stride, params.nheads,
-                       params.headdim, angles, params.rotation.pairs, params.rotation.interleaved,
-                       block, thread, [](int) { return 1.f; });
+    move_token<kPairs, kInterleaved>(rows_of<const T>(params.x, batch, row, 0),
+                                     params.x.head_stride, rows_of<T>(params.out, batch, row, 0),
+                                     params.out.head_stride, params.nheads, params.headdim, angles,
+                                     params.rotation.pairs, [](int) { return 1.f; });
   }
 }
 

@@ -12,14 +12,16 @@
 
 namespace flash::tokens {
 
-template <typename T, typename Table, int kPairs, bool kOverlaps>
+template <typename T, typename Table, int kPairs, bool kInterleaved, bool kOverlaps>
 void launch_rotary(const RotaryParams& params, cudaStream_t stream) {
-  const TokenBlock block(params.headdim, params.rotation.pairs, params.nheads, kPairs);
+  const int pairs = params.rotation.pairs;
+  const int copied = params.in_place ? 0 : params.headdim - 2 * pairs;
+  const dim3 block = token_block(pairs, copied, params.nheads, kPairs);
   const bool packed = params.cu_seqlens != nullptr;
-  const dim3 grid((params.seqlen + block.tokens - 1) / block.tokens,
+  const dim3 grid((params.seqlen + block.z - 1) / block.z,
                   packed ? 1 : std::min(params.batch, kMaxGrid));
-  launch_tokens<kOverlaps>(rotary_kernel<T, Table, kPairs, kOverlaps>, grid, block, stream,
-                           "launch of the rotary kernel", params);
+  launch_tokens<kOverlaps>(rotary_kernel<T, Table, kPairs, kInterleaved, kOverlaps>, grid, block,
+                           stream, "launch of the rotary kernel", params);
 }
 
 template <typename T, typename KV, typename Out, bool kOverlaps>
@@ -30,9 +32,11 @@ struct RotaryRow {
   static constexpr int kTiles = 1;
 
   static auto prepare(Params& params, Workspaces&) {
-    return for_tokens<T>(params.rotation, params.aligned, [](auto table, auto pairs) {
-      return launch_rotary<T, typename decltype(table)::type, pairs(), kOverlaps>;
-    });
+    return for_tokens<T>(params.rotation, params.aligned,
+                         [](auto table, auto pairs, auto interleaved) {
+                           return launch_rotary<T, typename decltype(table)::type, pairs(),
+                                                interleaved(), kOverlaps>;
+                         });
   }
 };
 
