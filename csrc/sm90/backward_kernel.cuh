@@ -59,8 +59,9 @@ __device__ void produce(BackwardProducer<Config> producer) {
   const BackwardSchedule& schedule = producer.schedule;
   auto& shared = producer.shared;
   const int lane = producer.lane;
-  TileScheduler scheduler(params.counters, schedule, KeyTiles<kBlockN>{params}, blockIdx.x,
-                          gridDim.x, lane);
+  const KeyTiles<kBlockN> key_tiles{params, schedule};
+  TileScheduler scheduler(params.counters, schedule, key_tiles, blockIdx.x, gridDim.x, lane);
+  if (key_tiles.all_drawn()) scheduler.draw();  // the rows kernel, which may still run, has none
   TilePipeline<Tile>::State tile_state;
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<Config::kStages> state;
