@@ -7,7 +7,6 @@ other sequences, is NaN here.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -180,52 +179,6 @@ def test_backward_ends(device, lengths, headdims):
         last = gradients()
     for grad, expected in zip(last, first, strict=True):
         assert torch.equal(grad, expected)
-
-
-# Holds an SM for each thread block until `flag`, in pinned memory, is set; at most half a minute.
-HOLD = """
-extern "C" __global__ void __launch_bounds__(1024) hold(volatile int* flag) {
-  long long began, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
-  while (threadIdx.x == 0 && *flag == 0) {
-    __nanosleep(20000);
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    if (now - began > 30000000000ll) break;
-  }
-  __syncthreads();
-}
-"""
-
-
-@pytest.mark.skipif(not hasattr(torch.cuda, "_compile_kernel"), reason="torch compiles no kernels")
-@pytest.mark.parametrize("headdim", [64, 128, 256])
-def test_backward_beside_another_kernel(device, headdim):
-    """In order, with a mask: a tile never waits for one of a thread block that has no SM yet."""
-    options = {"dtype": torch.bfloat16, "device": device, "causal": True}
-    problem = dense(2, 1024, 1024, 32, 32, headdim, **options)  # 512 tiles
-    hold = torch.cuda._compile_kernel(HOLD, "hold")
-    flag = torch.zeros(1, dtype=torch.int32).pin_memory()
-    leaves = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    problem = replace(problem, **dict(zip("qkv", leaves, strict=True)))
-    out = call(problem, deterministic=True)
-    dout = torch.randn_like(out)
-    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    torch.cuda.synchronize()
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    with torch.cuda.stream(torch.cuda.Stream()):
-        hold(grid=(sms - 32, 1, 1), block=(1024, 1, 1), args=(flag,))
-    try:
-        grads = torch.autograd.grad(out, leaves, dout)
-        done = torch.cuda.Event()
-        done.record()
-        ends = time.monotonic() + 20
-        while not done.query() and time.monotonic() < ends:
-            time.sleep(0.001)
-        assert done.query(), "it waits for SMs that another kernel has"
-    finally:
-        flag[0] = 1
-    for grad, value in zip(grads, expected, strict=True):
-        assert torch.equal(grad, value)
 
 
 def assert_twice_the_same(problem: Attention) -> None:

@@ -59,9 +59,8 @@ __device__ void produce(BackwardProducer<Config> producer) {
   const BackwardSchedule& schedule = producer.schedule;
   auto& shared = producer.shared;
   const int lane = producer.lane;
-  TileScheduler scheduler(params.counters, schedule, KeyTiles<kBlockN>{params, schedule},
-                          blockIdx.x, gridDim.x, lane);
-  scheduler.begin();  // the rows kernel, which may still run, has no tickets
+  TileScheduler scheduler(params.counters, schedule, KeyTiles<kBlockN>{params}, blockIdx.x,
+                          gridDim.x, lane);
   TilePipeline<Tile>::State tile_state;
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<Config::kStages> state;

@@ -24,7 +24,6 @@ struct BackwardSchedule : TileSchedule {
 template <int kBlockN>
 struct KeyTiles {
   const BackwardParams& params;
-  const BackwardSchedule& schedule;
 
   __device__ bool packed() const { return params.cu_seqlens_k != nullptr; }
   __device__ int batch() const { return params.batch; }
@@ -32,8 +31,6 @@ struct KeyTiles {
     return (Sequence(params, batch).seqlen_k + kBlockN - 1) / kBlockN;
   }
   __device__ bool mixed() const { return false; }
-  // Where tiles wait for earlier ones, those may not be of a worker that has no SM yet.
-  __device__ bool all_drawn() const { return params.dq_turn != nullptr && !schedule.rotated; }
 };
 
 // The scheduler's next tile, which waits until this one has ended. One of the same section may not:
