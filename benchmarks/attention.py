@@ -281,11 +281,7 @@ def named_preset(arguments: argparse.Namespace) -> tuple[str, Preset] | None:
 
 
 def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("attention", __doc__)
     add = parser.add_argument
     add(
         "--direction",

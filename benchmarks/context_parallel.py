@@ -481,11 +481,7 @@ def contestants(a: argparse.Namespace, ranks: int, device: str) -> dict[str, Con
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.context_parallel",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.parser("context_parallel", __doc__, argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--simulate", action="store_true", help="predict; needs no GPU")
     add("--anchors", action="store_true", help="compare the model with measurements")

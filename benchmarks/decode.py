@@ -98,11 +98,7 @@ def cells(row: Row, before: Row | None, baseline: str) -> dict[str, str]:
 
 def parse(arguments: Sequence[str] | None, on_gpu: bool) -> argparse.Namespace:
     names = list(grids(1024))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("decode", __doc__)
     add = parser.add_argument
     add("--grid", nargs="+", choices=names, default=names, help="what to measure")
     add("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32", help="of the tensors")

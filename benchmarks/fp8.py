@@ -297,11 +297,7 @@ def ratio(row: Row, other: str, name: str) -> float | None:
 
 
 def parse(arguments: Sequence[str] | None, on_gpu: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fp8",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.parser("fp8", __doc__, argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     parts = ["accuracy", "speed"]
     add("--parts", nargs="+", choices=parts, default=parts if on_gpu else parts[:1])

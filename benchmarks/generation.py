@@ -11,7 +11,6 @@ A paged cache has a serving loop of its own: ``python examples/serve.py``.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -131,11 +130,7 @@ def cells(row: Row) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.generation",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("generation", __doc__)
     add = parser.add_argument
     add("--cache", nargs="+", choices=("dynamic", "static"), default=["dynamic", "static"])
     add("--batch", nargs="+", type=int, default=[1, 16] if on_gpu else [2])

@@ -243,11 +243,7 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hbm",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("hbm", __doc__)
     add = parser.add_argument
     directions = ["forward", "backward", "both"]
     add("--direction", nargs="+", choices=directions, default=directions[:2], help="of the calls")

@@ -67,11 +67,7 @@ def cells(row: Row, names: Sequence[str]) -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("memory", __doc__)
     add = parser.add_argument
     add("--dtype", choices=DTYPES, help="of the tensors")
     add("--seqlen", nargs="+", type=int, help="with batch 1")

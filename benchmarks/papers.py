@@ -351,11 +351,7 @@ def make_page(folder: Path) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.papers",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("papers", __doc__)
     add = parser.add_argument
     here = "cuda" if torch.cuda.is_available() else "cpu"
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="in this order")

@@ -69,6 +69,17 @@ def output_of(*command: str) -> str | None:
     return result.stdout.strip()
 
 
+def parser(
+    name: str,
+    description: str | None,
+    formatter: type[argparse.HelpFormatter] = argparse.ArgumentDefaultsHelpFormatter,
+) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m benchmarks.NAME``, without arguments."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=description, formatter_class=formatter
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser, name: str, plots: bool = True) -> None:
     """Add what says where to write."""
     folder = results_folder(device_name())

@@ -125,11 +125,7 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rotary",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("rotary", __doc__)
     add = parser.add_argument
     add("--dtype", choices=DTYPES, help="of the tensors and tables")
     add("--shapes", nargs="+", type=shape_of, help="BATCHxSEQLENxNHEADSxHEADDIM")

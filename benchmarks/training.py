@@ -375,11 +375,7 @@ def case_of(model: str, shape: Shape, seqlen: int, tokens: int, dtype: str) -> C
 
 
 def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("training", __doc__)
     add = parser.add_argument
     models, dtypes = MODELS[device], [name for name in DTYPES if name != "fp16"]
     add("--models", nargs="+", choices=models, default=list(models), help="in this order")
