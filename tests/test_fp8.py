@@ -157,8 +157,9 @@ def in_e4m3(problem: Attention, descales: bool = True) -> tuple[Attention, dict[
     given: dict[str, Any] = {"q": q, "k": k, "v": v}
     scales = dict.fromkeys("qkv")
     if descales:  # of odd strides and any sign; that of V may be anything
-        sign = lambda: torch.where(torch.rand(shape, device=device) < 0.25, -1.0, 1.0)  # noqa: E731
-        scales = {name: (sign() * (torch.rand(shape, device=device) + 0.5)).T for name in "qk"}
+        for name in "qk":
+            size, sign = torch.rand(2, *shape, device=device)
+            scales[name] = ((size + 0.5) * torch.where(sign < 0.25, -1.0, 1.0)).T
         scales["v"] = torch.randn(shape, device=device).T
         given |= {f"{name}_descale": x for name, x in scales.items()}
     read = q.float()

@@ -7,7 +7,8 @@ other sequences, is NaN here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -161,24 +162,96 @@ def test_backward_of_tiles(device, lengths, options, headdims):
     assert_twice_the_same(problem)
 
 
+def gradients_of(problem: Attention) -> Callable[[], tuple[Tensor, ...]]:
+    """What it returns does one deterministic backward a call, on the stream of the forward."""
+    leaves = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    problem = replace(problem, **dict(zip("qkv", leaves, strict=True)))
+    out = call(problem, deterministic=True)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
 @pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
 @pytest.mark.parametrize("lengths", ["several-dense", "several-varlen"])
 def test_backward_ends(device, lengths, headdims):
     """Tiles that wait for each other are different thread blocks' (else a call in 300 hangs)."""
-    problem = several_tiles(device, lengths, headdims)
-    leaves = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
-    problem = replace(problem, **dict(zip("qkv", leaves, strict=True)))
-    out = call(problem, deterministic=True)
-    dout = torch.randn_like(out)
-
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
+    gradients = gradients_of(several_tiles(device, lengths, headdims))
     first = gradients()
     for _ in range(300):
         last = gradients()
     for grad, expected in zip(last, first, strict=True):
         assert torch.equal(grad, expected)
+
+
+# Holds an SM for each thread block until `flag`, in pinned memory, is set; at most half a minute.
+HOLD = """
+extern "C" __global__ void __launch_bounds__(1024) hold(volatile int* flag) {
+  long long began, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
+  while (threadIdx.x == 0 && *flag == 0) {
+    __nanosleep(20000);
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (now - began > 30000000000ll) break;
+  }
+  __syncthreads();
+}
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.cuda, "_compile_kernel"), reason="torch compiles no kernels")
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_backward_beside_another_kernel(device, headdim):
+    """In order, with a mask: a tile never waits for one of a thread block that has no SM yet."""
+    options = {"dtype": torch.bfloat16, "device": device, "causal": True}
+    problem = dense(2, 1024, 1024, 32, 32, headdim, **options)  # 512 tiles
+    hold = torch.cuda._compile_kernel(HOLD, "hold")
+    flag = torch.zeros(1, dtype=torch.int32).pin_memory()
+    gradients = gradients_of(problem)
+    expected = gradients()
+    torch.cuda.synchronize()
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    with torch.cuda.stream(torch.cuda.Stream()):
+        hold(grid=(sms - 32, 1, 1), block=(1024, 1, 1), args=(flag,))
+    try:
+        grads = gradients()
+        done = torch.cuda.Event()
+        done.record()
+        ends = time.monotonic() + 20
+        while not done.query() and time.monotonic() < ends:
+            time.sleep(0.001)
+        assert done.query(), "it waits for SMs that another kernel has"
+    finally:
+        flag[0] = 1
+    for grad, value in zip(grads, expected, strict=True):
+        assert torch.equal(grad, value)
+
+
+@pytest.mark.skipif(not hasattr(torch.cuda, "green_contexts"), reason="torch has no green contexts")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_backward_on_some_sms(device, headdim, causal):
+    """In order, in a green context. Without a mask another order than on all SMs, so other bits."""
+    problem = dense(2, 1024, 1024, 16, 16, headdim, dtype=torch.bfloat16, device=device)
+    problem = replace(problem, causal=causal)
+    everywhere = gradients_of(problem)()
+    torch.cuda.synchronize()
+    context = torch.cuda.green_contexts.GreenContext.create(num_sms=32, device_id=0)
+    found = []
+
+    def backwards() -> None:
+        context.set_context()  # of this thread
+        gradients = gradients_of(problem)
+        found.extend(gradients() for _ in range(2))
+        torch.cuda.synchronize()
+
+    thread = threading.Thread(target=backwards)
+    thread.start()
+    thread.join()
+    for grad, again, expected in zip(*found, everywhere, strict=True):
+        assert torch.equal(grad, again)
+        if causal:
+            assert torch.equal(grad, expected)
+        torch.testing.assert_close(grad, expected, rtol=2e-2, atol=2e-2)
 
 
 def assert_twice_the_same(problem: Attention) -> None:

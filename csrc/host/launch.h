@@ -54,9 +54,9 @@ inline cudaLaunchAttribute in_clusters(dim3 size) {
 }
 
 template <size_t kAttributes, typename... Parameters, typename... Arguments>
-void launch(std::array<cudaLaunchAttribute, kAttributes> attributes, void (*kernel)(Parameters...),
-            dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const char* call,
-            const Arguments&... arguments) {
+cudaError_t try_launch(std::array<cudaLaunchAttribute, kAttributes> attributes,
+                       void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                       cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
@@ -64,8 +64,15 @@ void launch(std::array<cudaLaunchAttribute, kAttributes> attributes, void (*kern
   config.stream = stream;
   config.attrs = attributes.data();
   config.numAttrs = kAttributes;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), call);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
+
+template <typename Attributes, typename Kernel, typename... Arguments>
+void launch(const Attributes& attributes, Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, const char* call, const Arguments&... arguments) {
+  check_cuda(try_launch(attributes, kernel, grid, block, shared_bytes, stream, arguments...), call);
+}
+
 template <typename... Arguments>
 void launch_overlapping(const Arguments&... arguments) {
   launch(std::array{overlapping()}, arguments...);

@@ -59,8 +59,9 @@ __device__ void produce(BackwardProducer<Config> producer) {
   const BackwardSchedule& schedule = producer.schedule;
   auto& shared = producer.shared;
   const int lane = producer.lane;
-  TileScheduler scheduler(params.counters, schedule, KeyTiles<kBlockN>{params}, blockIdx.x,
-                          gridDim.x, lane);
+  TileScheduler scheduler(params.counters, schedule, KeyTiles<kBlockN>{params, schedule},
+                          blockIdx.x, gridDim.x, lane);
+  scheduler.begin();  // the rows kernel, which may still run, has no tickets
   TilePipeline<Tile>::State tile_state;
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<Config::kStages> state;

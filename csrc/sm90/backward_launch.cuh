@@ -166,9 +166,18 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
       launch_overlapping(backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
                          "launch of the sm90 rows kernel", bound, batch, schedule.lone);
     });
-    launch(std::array{schedule.rotated ? together() : overlapping()}, kKernel, grid,
-           Config::kThreads, kSharedBytes, stream, "launch of the sm90 backward kernel", bound,
-           maps, schedule, scale_log2);
+    const auto launch_tiles = [&](cudaLaunchAttribute attribute, const BackwardSchedule& schedule) {
+      return try_launch(std::array{attribute}, kKernel, grid, Config::kThreads, kSharedBytes,
+                        stream, bound, maps, schedule, scale_log2);
+    };
+    cudaError_t status = launch_tiles(schedule.rotated ? together() : overlapping(), schedule);
+    if (status == cudaErrorCooperativeLaunchTooLarge) {  // a green context has fewer SMs
+      cudaGetLastError();
+      BackwardSchedule in_order = schedule;
+      in_order.rotated = false;
+      status = launch_tiles(overlapping(), in_order);
+    }
+    check_cuda(status, "launch of the sm90 backward kernel");
     if (schedule.splits > 1) {
       const dim3 parts_grid(schedule.tiles - schedule.whole,
                             (Config::kHeadDim + Config::kHeadDimV) / kPartCols);

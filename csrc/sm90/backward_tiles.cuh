@@ -24,6 +24,7 @@ struct BackwardSchedule : TileSchedule {
 template <int kBlockN>
 struct KeyTiles {
   const BackwardParams& params;
+  const BackwardSchedule& schedule;
 
   __device__ bool packed() const { return params.cu_seqlens_k != nullptr; }
   __device__ int batch() const { return params.batch; }
@@ -31,10 +32,12 @@ struct KeyTiles {
     return (Sequence(params, batch).seqlen_k + kBlockN - 1) / kBlockN;
   }
   __device__ bool mixed() const { return false; }
+  // Where tiles wait for earlier ones, those may not be of a worker that has no SM yet.
+  __device__ bool all_drawn() const { return params.dq_turn != nullptr && !schedule.rotated; }
 };
 
-// The scheduler's next tile, which waits until this one has ended. One of the same section may not:
-// if tiles are rotated, this one may need its turn.
+// The next tile of a thread block, which begins when this one has ended. If tiles are rotated, this
+// one may wait for all of its section, so the next is of another section.
 template <typename Scheduler>
 __device__ void next_tile(Scheduler& scheduler, const BackwardSchedule& schedule) {
   schedule.rotated ? scheduler.next_undrawn() : scheduler.next();

@@ -27,6 +27,7 @@ constexpr int kTileSlots = 4;  // of tiles that are under way
 //   int batch() const                   how many there are, if packed
 //   int of_sequence(int batch) const    blocks of one, if packed
 //   bool mixed() const                  those of one block have a counter of their own, if packed
+//   bool all_drawn() const              all tickets are drawn: each worker begins with begin()
 template <typename Blocks>
 class TileScheduler {
  public:
@@ -45,12 +46,15 @@ class TileScheduler {
     if (singles_) ticket_ -= workers / 2;
   }
 
+  // Before the first tile; no kernel that still runs may have tickets.
+  __device__ void begin() {
+    if (blocks_.all_drawn()) draw();
+  }
+
   // Draws the next ticket.
   __device__ void next() {
     ptx::wait_for_earlier_kernels();
-    int drawn = 0;
-    if (lane_ == 0) drawn = ::atomicAdd(counters_ + singles_, 1);
-    ticket_ = beginners() + __shfl_sync(0xffffffff, drawn, 0);
+    draw();
   }
 
   // Instead of next(), for the whole launch: every worker takes each `workers`th ticket. A next
@@ -76,9 +80,15 @@ class TileScheduler {
   }
 
  private:
+  __device__ void draw() {
+    int drawn = 0;
+    if (lane_ == 0) drawn = ::atomicAdd(counters_ + singles_, 1);
+    ticket_ = beginners() + __shfl_sync(0xffffffff, drawn, 0);
+  }
+
   // Workers whose first ticket was not drawn from the counter.
   __device__ int beginners() const {
-    if (!blocks_.mixed()) return workers_;
+    if (!blocks_.mixed()) return blocks_.all_drawn() ? 0 : workers_;
     return singles_ ? workers_ - workers_ / 2 : workers_ / 2;
   }
 

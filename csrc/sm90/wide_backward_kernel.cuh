@@ -111,8 +111,9 @@ __device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config
   const BackwardSchedule& schedule = producer.schedule;
   auto& shared = producer.shared;
   const int lane = producer.lane, rank = tiles.rank;
-  TileScheduler scheduler(params.counters, schedule, KeyTiles<Config::kBlockN>{params},
+  TileScheduler scheduler(params.counters, schedule, KeyTiles<Config::kBlockN>{params, schedule},
                           blockIdx.x / Config::kCluster, gridDim.x / Config::kCluster, lane);
+  if (rank == 0) scheduler.begin();
   uint32_t count = 0;  // steps
   for (;;) {
     rank == 0 ? tiles.send(scheduler.tile()) : tiles.expect();

@@ -149,7 +149,8 @@ __device__ void move_token(const T* source, int64_t source_stride, Target* targe
   const int rotated_units = angles.cos == nullptr ? 0 : pairs / kPairs;
   const int first_copied = rotated_units * 2 * kPairs;
   const int units = rotated_units + (in_place ? 0 : (headdim - first_copied) / kPairs);
-  // Of several pairs, interleaved ones are as well half in either half of the rotated channels.
+  // A thread has kPairs channels at two places, half of the rotated channels apart, also of
+  // interleaved pairs. Only a single interleaved pair is at one place.
   constexpr bool kBeside = kPairs == 1 && kInterleaved;
   for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
     const bool rotated = unit < rotated_units;
