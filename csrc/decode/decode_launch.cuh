@@ -91,6 +91,14 @@ DecodePlan plan_kernel(const ForwardParams& params) {
   return plan_decode(params, work, slots_of<Config>);
 }
 
+inline void divide(DecodeSchedule& schedule, const DecodePlan& plan) {
+  schedule.splits = plan.splits;
+  schedule.cluster = plan.cluster;
+  schedule.clusters = plan.clusters;
+  schedule.cluster_reciprocal = (1 << 16) / plan.cluster + 1;
+  schedule.slice_rows = (schedule.rows + plan.cluster - 1) / plan.cluster;
+}
+
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
 DecodeLauncher prepare_kernel(const DecodePlan& plan, ForwardParams& params, Workspaces& wanted) {
@@ -107,14 +115,10 @@ DecodeLauncher prepare_kernel(const DecodePlan& plan, ForwardParams& params, Wor
                           params.leftpad_k == nullptr;
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  schedule.splits = plan.splits;
-  schedule.cluster = plan.cluster;
-  schedule.clusters = plan.clusters;
-  schedule.cluster_reciprocal = (1 << 16) / plan.cluster + 1;
-  schedule.slice_rows = (rows.of_tile() + plan.cluster - 1) / plan.cluster;
   schedule.group = Divisor(rows.group);
   schedule.row_tiles = Divisor(rows.tiles);
   schedule.rows = rows.of_tile();
+  divide(schedule, plan);
   schedule.page_shift = -1;
   for (int shift = 0; shift < 31; ++shift) {
     if (params.page_size == 1 << shift) schedule.page_shift = shift;
@@ -138,21 +142,30 @@ DecodeLauncher prepare_kernel(const DecodePlan& plan, ForwardParams& params, Wor
     if (bound.seqlen_new > 0) bound.seqused_k = bound.seqused_before;
     DecodeSchedule part = schedule;
     for (; part.first_batch < bound.batch; part.first_batch += most_batch) {
-      const dim3 grid(heads, plan.cluster * plan.clusters,
-                      std::min(bound.batch - part.first_batch, most_batch));
       const auto start = [&](auto... attributes) {
-        launch(std::array<cudaLaunchAttribute, sizeof...(attributes)>{attributes...}, kKernel, grid,
-               Config::kThreads, shared_bytes, stream, "launch of the decode kernel", bound, part,
-               scale_log2);
+        const dim3 grid(heads, part.cluster * part.clusters,
+                        std::min(bound.batch - part.first_batch, most_batch));
+        return try_launch(std::array<cudaLaunchAttribute, sizeof...(attributes)>{attributes...},
+                          kKernel, grid, Config::kThreads, shared_bytes, stream, bound, part,
+                          scale_log2);
       };
-      if constexpr (!Config::kHopper) {
-        start();
-      } else if (bound.seqlen_new > 0) {
-        start(in_clusters(dim3(1, plan.cluster)), overlapping());
-      } else {
+      const auto start_clusters = [&] {
+        const cudaLaunchAttribute clusters = in_clusters(dim3(1, part.cluster));
         // Thread blocks that start while another kernel ends crowd the SMs that it has left.
-        start(in_clusters(dim3(1, plan.cluster)));
+        return bound.seqlen_new > 0 ? start(clusters, overlapping()) : start(clusters);
+      };
+      cudaError_t status;
+      if constexpr (!Config::kHopper) {
+        status = start();
+      } else {
+        status = start_clusters();
+        // Then fewer parts, in as many clusters: these need no larger workspaces.
+        if (part.cluster > kPortableCluster && failed_for(cudaErrorInvalidClusterSize, status)) {
+          divide(part, {kPortableCluster * part.clusters, kPortableCluster});
+          status = start_clusters();
+        }
       }
+      check_cuda(status, "launch of the decode kernel");
     }
   };
 }

@@ -9,7 +9,8 @@
 
 namespace flash {
 
-constexpr int kMaxGrid = 65535;  // in y and z; more takes further launches
+constexpr int kMaxGrid = 65535;      // in y and z; more takes further launches
+constexpr int kPortableCluster = 8;  // thread blocks; a green context has no room for more
 
 // Sets an attribute of `kernel`, once a device. `devices` is the set of those done, the attribute's
 // own.
@@ -27,6 +28,13 @@ void allow(Kernel kernel, cudaFuncAttribute attribute, int value, std::atomic<ui
 template <typename Kernel>
 void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& devices) {
   allow(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes), devices);
+}
+
+// Whether `status` is the error, which CUDA then forgets.
+inline bool failed_for(cudaError_t error, cudaError_t status) {
+  if (status != error) return false;
+  cudaGetLastError();
+  return true;
 }
 
 // Thread blocks may start while the stream's kernel before is ending: the kernel calls

@@ -171,8 +171,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
                         stream, bound, maps, schedule, scale_log2);
     };
     cudaError_t status = launch_tiles(schedule.rotated ? together() : overlapping(), schedule);
-    if (status == cudaErrorCooperativeLaunchTooLarge) {  // a green context has fewer SMs
-      cudaGetLastError();
+    if (failed_for(cudaErrorCooperativeLaunchTooLarge, status)) {  // a green context has fewer SMs
       BackwardSchedule in_order = schedule;
       in_order.rotated = false;
       status = launch_tiles(overlapping(), in_order);

@@ -209,8 +209,15 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
     if constexpr (Config::kStagedOutput) replace_address(maps.out, bound.out.data);
     constexpr char kCall[] = "launch of the sm90 forward kernel";
     if constexpr (Config::kDivided) {
-      launch(std::array{overlapping(), in_clusters(dim3(splits))}, kKernel, grid, Config::kThreads,
-             kSharedBytes, stream, kCall, bound, maps, schedule, scale_log2);
+      const cudaError_t status =
+          try_launch(std::array{overlapping(), in_clusters(dim3(splits))}, kKernel, grid,
+                     Config::kThreads, kSharedBytes, stream, bound, maps, schedule, scale_log2);
+      if (splits > kPortableCluster && failed_for(cudaErrorInvalidClusterSize, status)) {
+        typename Config::Params fewer = bound;
+        fewer.num_splits = kPortableCluster;
+        return prepare_kernel<Config>(fewer, whole)(fewer, stream);
+      }
+      check_cuda(status, kCall);
     } else {
       launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream, kCall, bound, maps,
                          schedule, scale_log2);
