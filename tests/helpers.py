@@ -290,11 +290,13 @@ def call(problem: Attention, layout: tuple[Any, ...] | None = None, **more: Any)
     return flash_attn.flash_attn_varlen_func(q, k, v, *layout, block_table=table, **options)
 
 
-def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def captured(
+    function: Callable[[], Any], stream: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A CUDA graph of the call, and its results. (What a first call sets up is not captured.)"""
     function()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         results = function()
     return graph, results
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -226,23 +227,25 @@ def test_backward_beside_another_kernel(device, headdim):
         assert torch.equal(grad, expected[name]), name
 
 
-def on_some_sms(run: Callable[[], Any]) -> Any:
-    """Call it in a green context of 32 SMs, which is current in a thread of its own."""
+def on_some_sms(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """Its results on 32 SMs, a green context: of a call where that is current, and of a graph."""
     if not hasattr(torch.cuda, "green_contexts"):
         pytest.skip("torch has no green contexts")
     torch.cuda.synchronize()
     context = torch.cuda.green_contexts.GreenContext.create(num_sms=32, device_id=0)
-    results = []
 
-    def enter() -> None:
+    def enter() -> Any:
         context.set_context()
-        results.append(run())
+        results = run()
         torch.cuda.synchronize()
+        return results
 
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    return results.pop()
+    with ThreadPoolExecutor(1) as thread:
+        called = thread.submit(enter).result()
+    graph, replayed = captured(run, context.Stream())
+    graph.replay()
+    torch.cuda.synchronize()
+    return called, replayed
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -251,18 +254,14 @@ def test_backward_on_some_sms(device, headdim, causal):
     """In order, in a green context. Without a mask another order than on all SMs, so other bits."""
     problem = dense(2, 1024, 1024, 16, 16, headdim, dtype=torch.bfloat16, device=device)
     problem = replace(problem, causal=causal)
-    everywhere = gradients_of(problem)()
-
-    def twice() -> list[dict[str, Tensor]]:
-        gradients = gradients_of(problem)
-        return [gradients(), gradients()]
-
-    first, second = on_some_sms(twice)
+    gradients = gradients_of(problem)
+    everywhere = gradients()
+    called, replayed = on_some_sms(gradients)
     for name, expected in everywhere.items():
-        assert torch.equal(first[name], second[name]), name
+        assert torch.equal(called[name], replayed[name]), name
         if causal:
-            assert torch.equal(first[name], expected), name
-        torch.testing.assert_close(first[name], expected, rtol=2e-2, atol=2e-2)
+            assert torch.equal(called[name], expected), name
+        torch.testing.assert_close(called[name], expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 4, 300])  # the last by the forward's kernels
@@ -273,8 +272,9 @@ def test_split_keys_on_some_sms(device, headdim, num_splits, seqlen_q):
     problem = dense(1, seqlen_q, 9000, 16, 1, headdim, dtype=torch.bfloat16, device=device)
     with cuda.changed_setting("num_splits", num_splits):
         expected = call(problem)
-        found = on_some_sms(lambda: call(problem))
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+        called, replayed = on_some_sms(lambda: call(problem))
+    assert torch.equal(called, replayed)
+    torch.testing.assert_close(called, expected, rtol=1e-2, atol=1e-3)
 
 
 def assert_twice_the_same(problem: Attention) -> None:

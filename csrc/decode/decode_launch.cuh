@@ -30,7 +30,7 @@ int slots_of(int cluster, bool alone) {
   const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
   static DeviceFacts known[2][Config::kMostCluster + 1]{};
   if (cluster > 1) {
-    return cluster * clusters_at_a_time(kKernel, dim3(1, cluster), Config::kThreads, shared_bytes,
+    return cluster * clusters_of_device(kKernel, dim3(1, cluster), Config::kThreads, shared_bytes,
                                         known[alone][cluster]);
   }
   const int blocks_per_sm = of_device(known[alone][cluster], [=](int) {
@@ -91,6 +91,7 @@ DecodePlan plan_kernel(const ForwardParams& params) {
   return plan_decode(params, work, slots_of<Config>);
 }
 
+// Divides each tile's keys as planned.
 inline void divide(DecodeSchedule& schedule, const DecodePlan& plan) {
   schedule.splits = plan.splits;
   schedule.cluster = plan.cluster;
@@ -141,31 +142,28 @@ DecodeLauncher prepare_kernel(const DecodePlan& plan, ForwardParams& params, Wor
   return [=](ForwardParams bound, cudaStream_t stream) {
     if (bound.seqlen_new > 0) bound.seqused_k = bound.seqused_before;
     DecodeSchedule part = schedule;
+    // Then fewer parts, in as many clusters: these need no larger workspaces.
+    if (part.cluster > kPortableCluster &&
+        clusters_at_a_time(kKernel, dim3(1, part.cluster), Config::kThreads, shared_bytes,
+                           stream) == 0) {
+      divide(part, {kPortableCluster * part.clusters, kPortableCluster});
+    }
     for (; part.first_batch < bound.batch; part.first_batch += most_batch) {
       const auto start = [&](auto... attributes) {
         const dim3 grid(heads, part.cluster * part.clusters,
                         std::min(bound.batch - part.first_batch, most_batch));
-        return try_launch(std::array<cudaLaunchAttribute, sizeof...(attributes)>{attributes...},
-                          kKernel, grid, Config::kThreads, shared_bytes, stream, bound, part,
-                          scale_log2);
+        launch(std::array<cudaLaunchAttribute, sizeof...(attributes)>{attributes...}, kKernel, grid,
+               Config::kThreads, shared_bytes, stream, "launch of the decode kernel", bound, part,
+               scale_log2);
       };
-      const auto start_clusters = [&] {
-        const cudaLaunchAttribute clusters = in_clusters(dim3(1, part.cluster));
-        // Thread blocks that start while another kernel ends crowd the SMs that it has left.
-        return bound.seqlen_new > 0 ? start(clusters, overlapping()) : start(clusters);
-      };
-      cudaError_t status;
+      const cudaLaunchAttribute clusters = in_clusters(dim3(1, part.cluster));
       if constexpr (!Config::kHopper) {
-        status = start();
-      } else {
-        status = start_clusters();
-        // Then fewer parts, in as many clusters: these need no larger workspaces.
-        if (part.cluster > kPortableCluster && failed_for(cudaErrorInvalidClusterSize, status)) {
-          divide(part, {kPortableCluster * part.clusters, kPortableCluster});
-          status = start_clusters();
-        }
+        start();
+      } else if (bound.seqlen_new > 0) {
+        start(clusters, overlapping());
+      } else {  // thread blocks that start while another kernel ends crowd the SMs that it has left
+        start(clusters);
       }
-      check_cuda(status, "launch of the decode kernel");
     }
   };
 }

@@ -4,13 +4,15 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <future>
 
 #include "host/cuda_check.h"
 
 namespace flash {
 
 constexpr int kMaxGrid = 65535;      // in y and z; more takes further launches
-constexpr int kPortableCluster = 8;  // thread blocks; a green context has no room for more
+constexpr int kPortableCluster = 8;  // thread blocks, for which a green context has room
 
 // Sets an attribute of `kernel`, once a device. `devices` is the set of those done, the attribute's
 // own.
@@ -30,13 +32,6 @@ void allow_shared_memory(Kernel kernel, size_t bytes, std::atomic<uint64_t>& dev
   allow(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes), devices);
 }
 
-// Whether `status` is the error, which CUDA then forgets.
-inline bool failed_for(cudaError_t error, cudaError_t status) {
-  if (status != error) return false;
-  cudaGetLastError();
-  return true;
-}
-
 // Thread blocks may start while the stream's kernel before is ending: the kernel calls
 // ptx::wait_for_earlier_kernels.
 inline cudaLaunchAttribute overlapping() {
@@ -46,7 +41,8 @@ inline cudaLaunchAttribute overlapping() {
   return attribute;
 }
 
-// All thread blocks run at the same time, or the launch fails.
+// All thread blocks run at the same time. If there is no room, the launch fails, but a captured one
+// waits forever: see clusters_at_a_time.
 inline cudaLaunchAttribute together() {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
@@ -62,9 +58,9 @@ inline cudaLaunchAttribute in_clusters(dim3 size) {
 }
 
 template <size_t kAttributes, typename... Parameters, typename... Arguments>
-cudaError_t try_launch(std::array<cudaLaunchAttribute, kAttributes> attributes,
-                       void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-                       cudaStream_t stream, const Arguments&... arguments) {
+void launch(std::array<cudaLaunchAttribute, kAttributes> attributes, void (*kernel)(Parameters...),
+            dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const char* call,
+            const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
@@ -72,13 +68,7 @@ cudaError_t try_launch(std::array<cudaLaunchAttribute, kAttributes> attributes,
   config.stream = stream;
   config.attrs = attributes.data();
   config.numAttrs = kAttributes;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
-template <typename Attributes, typename Kernel, typename... Arguments>
-void launch(const Attributes& attributes, Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes,
-            cudaStream_t stream, const char* call, const Arguments&... arguments) {
-  check_cuda(try_launch(attributes, kernel, grid, block, shared_bytes, stream, arguments...), call);
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), call);
 }
 
 template <typename... Arguments>
@@ -119,22 +109,39 @@ inline int multiprocessors() {
   });
 }
 
-// How many clusters run at a time. known: of the kernel with this size
+// How many clusters of the stream run at a time: a green context has some of the device's SMs.
 template <typename Kernel>
 int clusters_at_a_time(Kernel kernel, dim3 size, int threads, size_t shared_bytes,
+                       cudaStream_t stream) {
+  cudaLaunchAttribute cluster = in_clusters(size);
+  cudaLaunchConfig_t config{};
+  config.gridDim = size;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int count;
+  check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config),
+             "cudaOccupancyMaxActiveClusters");
+  return count;
+}
+
+// Of a thread in which no green context is current.
+inline int ask_elsewhere(const std::function<int()>& ask) {
+  return std::async(std::launch::async, ask).get();
+}
+
+// The same of the whole device, also where a green context is current. known: of the kernel with
+// this size
+template <typename Kernel>
+int clusters_of_device(Kernel kernel, dim3 size, int threads, size_t shared_bytes,
                        DeviceFacts& known) {
-  return of_device(known, [=](int) {
-    cudaLaunchAttribute cluster = in_clusters(size);
-    cudaLaunchConfig_t config{};
-    config.gridDim = size;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    int count;
-    check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config),
-               "cudaOccupancyMaxActiveClusters");
-    return count;
+  return of_device(known, [=](int device) {
+    return ask_elsewhere([=] {
+      check_cuda(cudaSetDevice(device), "cudaSetDevice");
+      return clusters_at_a_time(kernel, size, threads, shared_bytes, nullptr);
+    });
   });
 }
 

@@ -126,7 +126,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   int workers = multiprocessors();
   if constexpr (Config::kCluster > 1) {
     static DeviceFacts clusters{};
-    workers = clusters_at_a_time(kKernel, dim3(Config::kCluster), Config::kThreads, kSharedBytes,
+    workers = clusters_of_device(kKernel, dim3(Config::kCluster), Config::kThreads, kSharedBytes,
                                  clusters);
   }
   const BackwardSchedule schedule = make_schedule<Config>(params, workers);
@@ -166,17 +166,15 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
       launch_overlapping(backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
                          "launch of the sm90 rows kernel", bound, batch, schedule.lone);
     });
-    const auto launch_tiles = [&](cudaLaunchAttribute attribute, const BackwardSchedule& schedule) {
-      return try_launch(std::array{attribute}, kKernel, grid, Config::kThreads, kSharedBytes,
-                        stream, bound, maps, schedule, scale_log2);
-    };
-    cudaError_t status = launch_tiles(schedule.rotated ? together() : overlapping(), schedule);
-    if (failed_for(cudaErrorCooperativeLaunchTooLarge, status)) {  // a green context has fewer SMs
-      BackwardSchedule in_order = schedule;
-      in_order.rotated = false;
-      status = launch_tiles(overlapping(), in_order);
+    BackwardSchedule placed = schedule;
+    if (schedule.rotated) {
+      const int room = clusters_at_a_time(kKernel, dim3(Config::kCluster), Config::kThreads,
+                                          kSharedBytes, stream);
+      placed.rotated = Config::kCluster * room >= grid;
     }
-    check_cuda(status, "launch of the sm90 backward kernel");
+    launch(std::array{placed.rotated ? together() : overlapping()}, kKernel, grid, Config::kThreads,
+           kSharedBytes, stream, "launch of the sm90 backward kernel", bound, maps, placed,
+           scale_log2);
     if (schedule.splits > 1) {
       const dim3 parts_grid(schedule.tiles - schedule.whole,
                             (Config::kHeadDim + Config::kHeadDimV) / kPartCols);

@@ -168,7 +168,7 @@ int slots_of(int cluster) {
   if (cluster == 1) return multiprocessors();
   static DeviceFacts known[kMostSplits + 1]{};
   allow_launches<Config>();
-  return cluster * clusters_at_a_time(forward_kernel<Config>, dim3(cluster), Config::kThreads,
+  return cluster * clusters_of_device(forward_kernel<Config>, dim3(cluster), Config::kThreads,
                                       shared_bytes<Config>(), known[cluster]);
 }
 
@@ -209,15 +209,15 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
     if constexpr (Config::kStagedOutput) replace_address(maps.out, bound.out.data);
     constexpr char kCall[] = "launch of the sm90 forward kernel";
     if constexpr (Config::kDivided) {
-      const cudaError_t status =
-          try_launch(std::array{overlapping(), in_clusters(dim3(splits))}, kKernel, grid,
-                     Config::kThreads, kSharedBytes, stream, bound, maps, schedule, scale_log2);
-      if (splits > kPortableCluster && failed_for(cudaErrorInvalidClusterSize, status)) {
+      const dim3 cluster(splits);
+      if (splits > kPortableCluster &&
+          clusters_at_a_time(kKernel, cluster, Config::kThreads, kSharedBytes, stream) == 0) {
         typename Config::Params fewer = bound;
         fewer.num_splits = kPortableCluster;
         return prepare_kernel<Config>(fewer, whole)(fewer, stream);
       }
-      check_cuda(status, kCall);
+      launch(std::array{overlapping(), in_clusters(cluster)}, kKernel, grid, Config::kThreads,
+             kSharedBytes, stream, kCall, bound, maps, schedule, scale_log2);
     } else {
       launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream, kCall, bound, maps,
                          schedule, scale_log2);
