@@ -1,5 +1,9 @@
 """What the library's own choice of a tile costs: each compiled tile of a forward kernel is timed.
 
+Also into how many parts the keys of a tile are divided. With ``--fp8`` of the forward in FP8: a
+call counts with the pass that quantises k and v; of ``e4m3`` the inputs are quantised before, and
+tile 1 transposes values itself.
+
 Run as ``python -m benchmarks.tiles`` on a machine with a CUDA GPU; ``--help`` lists the options.
 The regret of a shape is the time of the library's choice over that of the fastest tile, less one.
 Prints a table, writes NAME.json, with all times, and NAME.csv into ``benchmarks/results/<gpu>/``.
@@ -19,9 +23,10 @@ import torch
 from benchmarks import report
 from benchmarks.cases import DTYPES, Case, make_inputs
 from benchmarks.presets import BLOCK, PRESETS, random_cases
-from benchmarks.providers import Provider, attempt, bind, find_providers
+from benchmarks.providers import Provider, attempt, bind, find_providers, fp8_providers
 from benchmarks.report import ROOT, Row, figure, rounded
 from benchmarks.timing import Call, Sampler, capture_stream, sampler, time_in_turn
+from flash_attn._arguments import FP8_LEVELS
 from flash_attn._backends import cuda
 
 AUTO = "auto"  # the library's own choice
@@ -165,6 +170,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--backend", choices=("sm90", "sm80"), default="sm90", help="whose tiles")
     add("--dtype", choices=DTYPES, default="bf16", help="of the tensors")
+    add("--fp8", choices=(*FP8_LEVELS, "e4m3"), help="the forward in FP8, at this level")
     presets = ["models", "lengths", "short"]
     add("--presets", nargs="*", choices=PRESETS, default=presets, help="of benchmarks.attention")
     add("--random", type=int, default=50, metavar="N", help="random small shapes more")
@@ -185,20 +191,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     a = parse(arguments)
-    provider = find_providers()[a.backend]
+    provider = fp8_providers(a.backend)[a.fp8] if a.fp8 else find_providers()[a.backend]
 
     def measure_case(case: Case) -> Row:
         blocks = case.nheads * sum(-(-queries // BLOCK) for queries, _ in case.rows)
         splits = a.splits if blocks < a.split_below else [1]
         row = measure(case, provider, splits, a.rounds, a.sample_ms)
-        shapes = tile_shapes(a.backend, *case.headdims)
+        shapes = {} if a.fp8 else tile_shapes(a.backend, *case.headdims)
         names = [name for name in row["us"] if name != AUTO]
         return {**row, "shapes": {name: shapes.get(name.split("x")[0], "") for name in names}}
 
     def label(case: Case) -> str:
         return " ".join(report.size_cells(case.described()).values())
 
-    print(f"{report.device_name()}, torch {torch.__version__}, {a.backend}, {a.dtype}, us")
+    operands = a.fp8 or a.dtype
+    print(f"{report.device_name()}, torch {torch.__version__}, {a.backend}, {operands}, us")
     print(f"random shapes of --seed {a.seed}")
     rows: list[Row] = []
     measured = report.with_progress(measure_case, sweep(a), label)

@@ -31,6 +31,7 @@ from benchmarks import (
 from benchmarks.cases import MATMULS, Case, make_inputs
 from benchmarks.providers import OURS, Provider, attempt, bind, find_providers
 from benchmarks.timing import Call
+from flash_attn import fp8
 from flash_attn._backends import cuda
 
 pytestmark = since_torch(2, 5, "scaled_dot_product_attention has enable_gqa")
@@ -737,6 +738,7 @@ def tiled_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "time", clock)
     monkeypatch.setattr(flash_attn, "flash_attn_func", kernel)
+    monkeypatch.setattr(fp8, "flash_attn_fp8_func", kernel)
     monkeypatch.setitem(cuda._settings, "tile", -1)
     monkeypatch.setitem(cuda._settings, "num_splits", 0)
 
@@ -765,6 +767,17 @@ def test_tiles(tmp_path, capsys, monkeypatch, tiled_kernel):
     assert "head dim 64 mean 20.0%, worst 20.0%, 1 shapes" in lines
     assert "skipped auto in 1 cases" in printed
     assert (tmp_path / "tiles.csv").read_text().count("\n") == 1 + 6 + 3 + 1
+
+
+def test_tiles_of_the_forward_in_fp8(tmp_path, capsys, monkeypatch, tiled_kernel):
+    few = presets.Preset([presets.sized(2, 1, 32, 128)])
+    monkeypatch.setitem(presets.PRESETS, "short", few)
+    arguments = ["--folder", str(tmp_path), "--fp8", "balanced", "--splits", "1", "2"]
+    tiles.main([*arguments, "--presets", "short", "--random", "0", "--sample-ms", "0.1"])
+    (row,) = json.loads((tmp_path / "tiles.json").read_text())["rows"]
+    assert row["us"] == {"auto": 6, "0": 5, "0x2": 4, "1": 8, "1x2": 2}
+    assert set(row["shapes"].values()) == {""}
+    assert "sm90, balanced, us" in capsys.readouterr().out
 
 
 def test_tiles_end_and_other_errors_are_not_hidden(monkeypatch, tiled_kernel):

@@ -84,20 +84,21 @@ HeadDimTimes headdim_times(int headdim, int headdim_v) {
   }
 }
 
-// The same of operands in 8 bits: of a step over 128 queries and 64 keys.
+// The same of operands in 8 bits: of a step over 128 queries and 64 keys. Idle is a GPU that has a
+// tile for each SM at most.
 constexpr float kQuantisedEnds = 3.f;
-float quantised_step(int headdim) {
+ByLoad quantised_step(int headdim) {
   switch (headdim) {
     case 64:
-      return 0.45f;
+      return {0.32f, 0.45f};
     case 96:
-      return 0.56f;
+      return {0.4f, 0.56f};
     case 128:
-      return 0.6f;
+      return {0.45f, 0.6f};
     case 192:
-      return 0.82f;
+      return {0.65f, 0.82f};
     default:
-      return 0.97f;
+      return {0.8f, 0.97f};
   }
 }
 
@@ -159,11 +160,10 @@ float predicted_time(const std::vector<TileWork>& work, const TileTimes& times,
     const float steps = steps_of(tile);
     float time = times.ends.at(load) + steps * times.step.at(load);
     if (shared) time += std::min(steps, most_shared) * (times.shared_step - times.step.busy);
+    if (splits > 1) time += common.merge + common.merge_part * splits;
     pieces.push_back({tile.count * splits, time});
   }
-  const float time = makespan(pieces, shared ? 2 * sms : sms);
-  if (splits == 1) return time;
-  return time + common.merge + common.merge_part * splits;
+  return makespan(pieces, shared ? 2 * sms : sms);
 }
 
 // Whether parts have enough of the keys, and there are few enough of them. tiles: of the launch at
@@ -220,18 +220,21 @@ int64_t count_tiles(const ForwardParams& params, int group, int block_m) {
   return int64_t{params.batch} * (params.nheads / group) * ((params.seqlen_q + rows - 1) / rows);
 }
 
-// Whether values of e4m3 had better be transposed by each tile that sees them than once, before.
-// step: microseconds
-bool transposes_inside(const ForwardParams& params, const std::vector<TileWork>& work,
-                       int headdim_v, float step) {
-  float steps = 0.f, keys = 0.f;
-  for (const TileWork& tile : work) steps += static_cast<float>(tile.count) * tile.steps;
+// Microseconds of the pass that transposes values of e4m3.
+float transpose_pass_time(const ForwardParams& params, int headdim_v) {
+  float keys = 0.f;
   for (const KnownSequences& x : known_sequences(params)) {
     keys += static_cast<float>(x.count()) * x.keys();
   }
-  const float bytes = 2.f * keys * params.nheads_kv * headdim_v;
-  return steps / multiprocessors() * step * transposed_steps(headdim_v) <
-         kTransposePass + bytes / kTransposedBytes;
+  return kTransposePass + 2.f * keys * params.nheads_kv * headdim_v / kTransposedBytes;
+}
+
+// Microseconds that values of e4m3 take if each tile that sees them transposes them.
+// step: microseconds
+float transposing_time(const std::vector<TileWork>& work, int headdim_v, float step) {
+  float steps = 0.f;
+  for (const TileWork& tile : work) steps += static_cast<float>(tile.count) * tile.steps;
+  return steps / multiprocessors() * step * transposed_steps(headdim_v);
 }
 
 }  // namespace
@@ -286,16 +289,36 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
                            SlotsOf slots_of) {
   if (params.num_splits > 0) return {0, params.num_splits, 0};
   const int group = heads_in_tile(params, features, tile.block_m);
-  const float step = quantised_step(headdim) * tile.block_m * tile.block_n / (128 * 64);
-  const TileTimes times{{kQuantisedEnds, kQuantisedEnds}, {step, step}, 0};
+  const HeadDimTimes common = headdim_times(headdim, headdim_v);
+  const float units = tile.block_m * tile.block_n / (128.f * 64);
+  const auto times = [&](float step) {
+    return TileTimes{{kQuantisedEnds, kQuantisedEnds}, {step * units, step * units}, 0};
+  };
+  const ByLoad step = quantised_step(headdim);
   const std::vector<TileWork> work = forward_work(params, group, tile);
+  const int64_t tiles = count_tiles(params, group, tile.block_m);
   const Leftover leftover =
-      divide_leftover(params, work, count_tiles(params, group, tile.block_m), tile, times,
-                      headdim_times(headdim, headdim_v), slots_of);
-  const bool transposes =
-      leftover.splits == 1 && may_transpose &&
-      (params.tile < 0 ? transposes_inside(params, work, headdim_v, step) : params.tile == 1);
-  return {transposes, leftover.splits, leftover.whole};
+      divide_leftover(params, work, tiles, tile, times(step.busy), common, slots_of);
+  if (leftover.splits > 1) return {0, leftover.splits, leftover.whole};
+  ForwardPlan best{0, 1, 0};
+  float least = predicted_time(work, times(step.idle), common, 1, 1, multiprocessors());
+  if (may_transpose) {
+    const float saved = transpose_pass_time(params, headdim_v) -
+                        transposing_time(work, headdim_v, step.busy * units);
+    best.tile = params.tile < 0 ? saved > 0 : params.tile;
+    if (best.tile == 1) least -= saved;
+  }
+  if (params.num_splits < 0 || params.tile == 1) return best;
+  for (int splits = 2; splits <= kMostSplits; ++splits) {
+    if (!may_divide(work, tiles, splits)) continue;
+    const int slots = slots_of(splits);
+    if (slots == 0) continue;
+    const float time = predicted_time(work, times(step.idle), common, 1, splits, slots);
+    if (time >= least) continue;
+    least = time;
+    best = {0, splits, 0};
+  }
+  return best;
 }
 
 }  // namespace flash::sm90
