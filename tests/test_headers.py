@@ -116,6 +116,22 @@ def toolkit_include(build_support: ModuleType) -> tuple[str, ...]:
     return "-pthread", "-isystem", str(build_support.read_toolkit(nvcc).include)
 
 
+def test_plan_of_forwards_in_fp8(tmp_path: Path, build_support: ModuleType) -> None:
+    """Into as many parts as were measured to be about the fastest."""
+    record = ROOT / "benchmarks" / "results" / "nvidia-h200" / "fp8-parts.json"
+    rows = json.loads(record.read_text())["rows"]
+    levels = ("e4m3", *_arguments.FP8_LEVELS)
+    names = ("batch", "queries", "keys", "nheads", "nheads_kv", "headdim", "causal")
+    numbers = [
+        x for row in rows for x in (levels.index(row["level"]), *(int(row[n]) for n in names))
+    ]
+    status, printed = output_of("forward_plan", tmp_path, numbers, toolkit_include(build_support))
+    chosen = zip((row["us"] for row in rows), printed.split(), strict=True)
+    regrets = [us[parts] / min(us.values()) - 1 for us, parts in chosen if parts in us]
+    assert status == 0 and len(regrets) >= 550
+    assert sum(regrets) / len(regrets) < 0.01 and max(regrets) < 0.2
+
+
 def test_operands_of_8_bits(tmp_path: Path, build_support: ModuleType) -> None:
     """Layouts of P and V, the blocks of packed keys, and the rotation of quantisation.py."""
     batches = [[0, 5], [0, 0, 128, 129, 129, 400], [3, 130, 258, 260, 600], [0, 127, 127, 383]]

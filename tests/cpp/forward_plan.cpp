@@ -1,0 +1,44 @@
+// The plan of the Hopper forward in FP8 (sm90/forward_plan.cpp) on an H200: of each shape it reads
+// and prints how many parts the keys of a tile are divided into.
+#include "sm90/forward_plan.cpp"
+
+#include <cstdio>
+
+using namespace flash;
+using namespace flash::sm90;
+
+extern "C" {
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = 132, cudaSuccess;
+}
+const char* cudaGetErrorName(cudaError_t) { return ""; }
+const char* cudaGetErrorString(cudaError_t) { return ""; }
+}
+
+// Clusters that run at a time, by their size.
+constexpr int kClusters[] = {132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7};
+
+int main() {
+  int level, batch, seqlen_q, seqlen_k, nheads, nheads_kv, headdim, causal;
+  while (std::scanf("%d %d %d %d %d %d %d %d", &level, &batch, &seqlen_q, &seqlen_k, &nheads,
+                    &nheads_kv, &headdim, &causal) == 8) {
+    ForwardParams params{};
+    params.batch = batch;
+    params.seqlen_q = seqlen_q;
+    params.seqlen_k = seqlen_k;
+    params.nheads = nheads;
+    params.nheads_kv = nheads_kv;
+    params.window_left = -1;
+    params.window_right = causal ? 0 : -1;
+    params.tile = -1;
+    const bool raw = level == 0;  // e4m3; else fast, balanced, accurate
+    const Values values = raw ? Values::kPlain : level < 3 ? Values::kScaled : Values::kOf16Bits;
+    const ForwardTile tile = quantised_tile(headdim, FeatureSet::kPlain, values);
+    const bool may_transpose = raw && headdim % 64 == 0 && headdim != 192 && headdim <= 128;
+    const ForwardPlan plan =
+        plan_quantised(params, FeatureSet::kPlain, headdim, headdim, tile, may_transpose,
+                       [](int parts) { return parts * kClusters[parts - 1]; });
+    std::printf("%d\n", plan.splits);
+  }
+}
