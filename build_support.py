@@ -78,7 +78,7 @@ class Kernel:
     @property
     def cost(self) -> tuple[int, int, bool]:
         """Orders kernels by how long they take to compile."""
-        operations = "merge append rotary quantise decode forward quantised backward"
+        operations = "widen merge append rotary quantise decode forward quantised backward"
         return (
             operations.split().index(self.operation),
             self.headdim + self.headdim_v,
@@ -123,6 +123,10 @@ KERNELS = (
     *(
         Kernel("rotary", backend, "fp32", "fp32", "fp32", *HEADDIMS[-1], "full")
         for backend in ("sm80", "sm90")
+    ),
+    *(
+        Kernel("widen", backend, dtype, "e4m3", dtype, *HEADDIMS[-1], "full")
+        for backend, dtype in product(("sm80", "sm90"), ("fp16", "bf16"))
     ),
     *(  # of 16 bits into the same or into float32
         Kernel("merge", backend, dtype, dtype, out_dtype, *HEADDIMS[-1], "full")

@@ -67,6 +67,17 @@ def grids(k: int) -> dict[str, Grid]:
         ),
         "append": Grid(each((1, 64), (1, 8), page_size=(0, 16), append=(False, True)), "append"),
         "fp8": Grid(each((16, 64), (8, 64), fp8_cache=(False, True)), "fp8_cache"),
+        "fp8-chunks": Grid(
+            each(
+                [1],
+                (8, 32),
+                queries=[n * k // 1024 for n in (128, 512, 2048)],
+                page_size=(0, 64),
+                fp8_cache=(False, True),
+            ),
+            "fp8_cache",
+            "TFLOP/s",
+        ),
     }
 
 
@@ -78,7 +89,7 @@ def cells(row: Row, before: Row | None, baseline: str) -> dict[str, str]:
         for name in row["providers"]
     }
     added: dict[str, str] = {}
-    if row["grid"] == "fp8":  # likewise: the one in 16 bits comes first
+    if row["grid"].startswith("fp8"):  # likewise: the one in 16 bits comes first
         whole = before["ms"].get(ours) if row["fp8_cache"] and before is not None else None
         faster = whole and whole / ms[ours] if ours in ms else None
         added = {"cache": "e4m3" if row["fp8_cache"] else "16 bits", "faster": figure(faster, 2)}

@@ -11,18 +11,19 @@
 #include <stdexcept>
 
 #include "host/cuda_check.h"
+#include "host/driver.h"
 #include "kernels.h"
 
 namespace flash {
 namespace {
 
-// Makes a device current for one scope.
+// Makes a device current for one scope, and gives the thread a context if it has none.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
     changed_ = device != previous_;
-    if (changed_) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    if (changed_ || !has_context()) check_cuda(cudaSetDevice(device), "cudaSetDevice");
   }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);
@@ -618,6 +619,45 @@ void read(Reader& reader, AppendParams& params) {
   params.aligned = reader.aligned();
 }
 
+void read(Reader& reader, WidenParams& params) {
+  const Kernel& kernel = reader.kernel();
+  const TensorView &k = reader.get("k"), &v = reader.get("v"), &k_out = reader.get("k_out");
+  if (k.ndim != 4 || v.ndim != 4 || k_out.ndim != 4) {
+    throw std::invalid_argument("k, v, k_out: accepted: 4 dimensions");
+  }
+  const int64_t batch = k_out.size[0], rows = k_out.size[1], nheads_kv = k.size[2];
+  params.batch = to_int("batch", batch);
+  params.seqlen_k = to_int("rows of k_out", rows);
+  params.nheads_kv = to_int("nheads_kv", nheads_kv);
+  params.headdim = to_int("headdim", k.size[3]);
+  params.headdim_v = to_int("headdim_v", v.size[3]);
+  params.slots_k = to_int("batch of k", k.size[0]);
+  const bool paged = reader.has("block_table");
+  const int64_t pages = paged ? reader.get("block_table").size[1] : 1;
+  if (rows > k.size[1] * pages) {
+    throw std::invalid_argument("k_out: got " + std::to_string(rows) +
+                                " rows; accepted: up to those of the cache, " +
+                                std::to_string(k.size[1] * pages));
+  }
+  if (!paged && !reader.has("cache_batch_idx") && params.slots_k != params.batch) {
+    throw std::invalid_argument("k: got a batch of " + std::to_string(params.slots_k) +
+                                "; accepted: that of k_out, " + std::to_string(batch));
+  }
+  reader.operand("k", params.k, rows_of(k, params.headdim), kernel.kv_dtype);
+  reader.operand("v", params.v, rows_of(k, params.headdim_v), kernel.kv_dtype);
+  reader.operand("k_out", params.k_out, {batch, rows, nheads_kv, params.headdim}, kernel.out_dtype);
+  reader.operand("v_out", params.v_out, {batch, rows, nheads_kv, params.headdim_v},
+                 kernel.out_dtype);
+  params.reach = to_int("reach", static_cast<int64_t>(reader.number("reach")));
+  reader.contiguous("seqused_k", params.seqused_k, {batch}, DType::kInt32);
+  reader.contiguous("cache_batch_idx", params.cache_batch_idx, {batch}, DType::kInt32);
+  read_pages(reader, params);
+  read_descales(reader, params);
+  if (!reader.aligned()) {
+    throw std::invalid_argument("k, v: accepted: rows of a multiple of 16 bytes");
+  }
+}
+
 }  // namespace
 
 template <typename Params>
@@ -661,6 +701,8 @@ Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
     prepare<BackwardParams>(tensors, numbers, "q");
   } else if (kernel.operation == AppendParams::kOperation) {
     prepare<AppendParams>(tensors, numbers, "q");
+  } else if (kernel.operation == WidenParams::kOperation) {
+    prepare<WidenParams>(tensors, numbers, "k");
   } else if (kernel.operation == RotaryParams::kOperation) {
     prepare<RotaryParams>(tensors, numbers, "x");
   } else if (kernel.operation == MergeParams::kOperation) {

@@ -343,4 +343,22 @@ struct AppendParams : CallParams {
   int page_size;
 };
 
+// What a cache in e4m3 holds, times its descales, in 16 bits, before a forward of many queries.
+struct WidenParams : CallParams {
+  static constexpr std::string_view kOperation = "widen";
+
+  Operand k, v;          // as in AppendParams
+  Operand k_out, v_out;  // (batch, seqlen_k, nheads_kv, headdim), headdim_v of v_out
+  Descale k_descale, v_descale;
+  int batch, nheads_kv, headdim, headdim_v;
+  int seqlen_k;                // rows of a sequence that are widened, at most
+  int reach;                   // of a sequence's rows in use so many, at its end, can be seen
+  int slots_k;                 // of a dense cache; number of pages of a paged one
+  const int* seqused_k;        // (batch), or null
+  const int* cache_batch_idx;  // as in AttentionParams
+  const int* block_table;      // as in ForwardParams
+  int64_t block_table_stride;
+  int page_size;
+};
+
 }  // namespace flash

@@ -355,7 +355,7 @@ def remembering(
             return checked(*arguments)
 
         def remember(prepared: cuda.AnyPrepared) -> None:
-            if (launch := prepared.among(arguments, places)) is not None:
+            if (launch := cuda.launch_among(prepared, arguments, places)) is not None:
                 if len(launches) >= _MOST_LAUNCHES:
                     launches.clear()
                 launches[key] = launch

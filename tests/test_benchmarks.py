@@ -357,8 +357,10 @@ def test_grids_of_caches(k):
     for mixed in found["mixed"]:
         assert mixed.rows == [(2 * k, 2 * k)] * 8 + [(1, 8 * k)] * 56
     assert [c.append for c in found["append"]] == [False, True] * (len(found["append"]) // 2)
-    half, whole = found["fp8"][1], found["fp8"][0]
-    assert half.fp8_cache and whole == half._replace(fp8_cache=False)
+    for name in ("fp8", "fp8-chunks"):
+        for whole, half in zip(found[name][::2], found[name][1::2], strict=True):
+            assert half.fp8_cache and whole == half._replace(fp8_cache=False)
+    whole, half = found["fp8"][:2]
     assert 1.9 < whole.bytes / half.bytes < 2
 
 

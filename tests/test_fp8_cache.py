@@ -333,17 +333,77 @@ def test_any_number_of_rows_on_kernels(on_kernels, headdim, group, seqlen_q):
 def test_kernels_append_and_attend(on_kernels, monkeypatch):
     """No part of a call in FP8 runs in PyTorch operations."""
     seen = prepared(monkeypatch, _ops.flash_attn_with_kvcache)
-    for seqlen in (1, 200):
-        call(fp8_cache([5, 33], seqlen, 1, device=on_kernels))
-        rows = [(x.operation, x.dtype, x.kv_dtype) for x, _ in seen[-2:]]
-        assert rows == [("append", "bf16", "e4m3"), ("decode", "bf16", "e4m3")]
-    assert {x.backend for x, _ in seen if x.operation == "decode"} == {kernels_forced()}
+    many = [("widen", "bf16", "e4m3"), ("forward", "bf16", "bf16")]
+    for seqlen, attention in ((1, [("decode", "bf16", "e4m3")]), (200, many)):
+        case = fp8_cache([5, 33], seqlen, 1, device=on_kernels)
+        seen.clear()
+        call(case)
+        rows = [(x.operation, x.dtype, x.kv_dtype) for x, _ in seen]
+        assert rows == [("append", "bf16", "e4m3"), *attention]
+        assert {x.backend for x, _ in seen[1:]} == {kernels_forced()}
+        call(case)
+        assert len(seen) == len(rows)  # the launches are remembered
 
 
 @pytest.mark.gpu
-def test_graph_on_kernels(on_kernels):
+@pytest.mark.parametrize("options", NO_DROPOUT)
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+def test_many_queries_on_kernels(on_kernels, dtype, page_size, options):
+    """The cache is copied to 16 bits, then a forward runs."""
+    options = OPTIONS[options](3, 4, on_kernels) | {"dropout_p": 0.0, "page_size": page_size}
+    check(fp8_cache([0, 7, 333], 140, 140, 500, dtype=dtype, device=on_kernels, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("window", [(-1, 0), (20, 0), (300, 30)], ids=str)
+def test_many_queries_of_long_caches_on_kernels(on_kernels, window, page_size):
+    """Of rows that no query sees nothing is copied; what is there may be NaN."""
+    given = {"window_size": window, "page_size": page_size, "device": on_kernels}
+    for seqlen_q, headdim, headdim_v in ((150, 128, 128), (150, 64, 256), (128, 128, 128)):
+        sizes = {"headdim": headdim, "headdim_v": headdim_v}  # 128: as many rows as decode as well
+        case = fp8_cache([0, 5, 2000], seqlen_q, 3, 2100, **sizes, **given)
+        junk = torch.full((4, 2**24), NAN, **BF16, device=on_kernels)  # for what is allocated next
+        del junk
+        check(case)
+
+
+@pytest.mark.gpu
+def test_many_queries_with_slots_and_left_pads_on_kernels(on_kernels):
+    given = {"device": on_kernels, "causal": True}
+    check(fp8_cache([40, 110, 0], 130, 2, 250, cache_batch_idx=[5, 0, 2], **given))
+    check(fp8_cache([40, 110, 90], 130, 2, 250, leftpad=[0, 30, 90], **given))
+    check(fp8_cache([40, -1, 90], 130, 0, 250, **given))
+
+
+@pytest.mark.gpu
+def test_more_tiles_than_counters_on_kernels(on_kernels):
+    """The keys of so many tiles are divided within a cluster at most."""
+    q = randn(1, 2048, 32, 256, **BF16, device=on_kernels)
+    cache = randn(1, 2**15, 8, 256, device=on_kernels).to(FP8)
+    expected = flash_attn_with_kvcache(q, cache, cache)
+    for parts in (0, 50):
+        with cuda.changed_setting("decode", True), splits(parts):
+            found = flash_attn_with_kvcache(q, cache, cache)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_numbers_beyond_float16_on_kernels(on_kernels):
+    """Many queries: they become its largest. NaN of a descale is NaN, in its own heads alone."""
+    q = torch.ones(1, 200, 4, 64, dtype=torch.float16, device=on_kernels)
+    cache = torch.full((1, 9, 2, 64), 448.0, device=on_kernels).to(FP8)
+    v_descale = torch.tensor([[1e6, NAN]], device=on_kernels)
+    out = flash_attn_with_kvcache(q, torch.zeros_like(cache), cache, v_descale=v_descale)
+    assert (out[:, :, :2] == torch.finfo(torch.float16).max).all() and out[:, :, 2:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen_q", [1, 100])
+def test_graph_on_kernels(on_kernels, seqlen_q):
     """Replayed, with lengths and descales that change in between; also the remembered call."""
-    case = fp8_cache([300, 5], 1, 0, 301, nheads=8, headdim=128, device=on_kernels)
+    case = fp8_cache([300, 5], seqlen_q, 0, 301, nheads=8, headdim=128, device=on_kernels)
     graph, results = captured(lambda: call(case))
     for lengths, factor in (([300, 5], 1.0), ([1, 0], 2.0), ([64, 4], 0.5)):
         case.cache_seqlens.copy_(int32(lengths, on_kernels))
@@ -357,10 +417,10 @@ def test_graph_on_kernels(on_kernels):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 3])
-def test_pages_beyond_the_cache_on_kernels(on_kernels, parts):
+@pytest.mark.parametrize("seqlen_q, parts", [(3, 1), (3, 3), (150, 0)])
+def test_pages_beyond_the_cache_on_kernels(on_kernels, seqlen_q, parts):
     given = {"causal": True, "page_size": 16, "device": on_kernels}
-    case = fp8_cache([5, 33, 7], 3, 0, **given)
+    case = fp8_cache([5, 33, 7], seqlen_q, 0, **given)
     table = int32([[BEYOND, 0, -1], [-BEYOND, 99, 8], [0, 1, 2]])
     case.attention.storage.block_table.copy_(table)
     with splits(parts):

@@ -6,11 +6,14 @@ other sequences, is NaN here.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +45,8 @@ import flash_attn
 from flash_attn._backends import cuda
 
 pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parent.parent
 
 device = device_fixture("cuda-sm90")
 
@@ -246,6 +251,27 @@ def on_some_sms(run: Callable[[], Any]) -> tuple[Any, Any]:
     graph.replay()
     torch.cuda.synchronize()
     return called, replayed
+
+
+BACKWARD_IN_A_NEW_THREAD = """
+import torch
+from flash_attn import flash_attn_func
+from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+known, unseen = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16) for n in (70, 71))
+options = 0.0, 0.125, False, -1, -1, 0.0, None
+out, lse, _, _ = _flash_attn_forward(known, known, known, *options, False)
+dq, dk, dv = (torch.empty_like(known) for _ in "qkv")
+_flash_attn_backward(out, known, known, known, out, lse, dq, dk, dv, *options, False)
+leaf = unseen.requires_grad_()
+out = flash_attn_func(leaf, leaf, leaf)
+torch.autograd.grad(out, leaf, unseen.detach())
+torch.cuda.synchronize()
+"""
+
+
+def test_thread_without_a_context(device):
+    """TMA's descriptors want one. Nothing before has given one to the thread of autograd here."""
+    subprocess.run([sys.executable, "-c", BACKWARD_IN_A_NEW_THREAD], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("causal", [False, True])

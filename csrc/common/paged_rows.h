@@ -14,7 +14,9 @@ struct PagedRows {
   unsigned rows;       // what a row of the table holds
   int page_count;      // of the cache
 
-  __device__ PagedRows(const ForwardParams& params, int batch)
+  // Of a ForwardParams or WidenParams.
+  template <typename Params>
+  __device__ PagedRows(const Params& params, int batch)
       : pages(params.block_table + batch * params.block_table_stride),
         page_size(params.page_size),
         rows(params.seqlen_k),

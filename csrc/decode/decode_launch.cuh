@@ -30,8 +30,8 @@ int slots_of(int cluster, bool alone) {
   const size_t shared_bytes = alone ? Config::kBytesAlone : Config::kSharedBytes;
   static DeviceFacts known[2][Config::kMostCluster + 1]{};
   if (cluster > 1) {
-    return cluster * clusters_of_device(kKernel, dim3(1, cluster), Config::kThreads, shared_bytes,
-                                        known[alone][cluster]);
+    return cluster * clusters_of_device(reinterpret_cast<const void*>(kKernel), dim3(1, cluster),
+                                        Config::kThreads, shared_bytes, known[alone][cluster]);
   }
   const int blocks_per_sm = of_device(known[alone][cluster], [=](int) {
     int count;
@@ -71,9 +71,7 @@ DecodePlan plan_kernel(const ForwardParams& params) {
   allow_launches<Config>();
   const Rows<Config> rows(params);
   const int heads = params.nheads_kv * rows.tiles;
-  // Where several clusters merge, each slice of a tile takes a counter.
   constexpr int kMostCluster = Config::kMostCluster;
-  const bool counted = int64_t{heads} * kMostCluster <= kKeptZero;
   DecodeWork work{};
   work.tiles = int64_t{params.batch} * heads;
   work.same_keys = rows.tiles;
@@ -84,9 +82,11 @@ DecodePlan plan_kernel(const ForwardParams& params) {
   work.step_keys = Config::kStepKeys;
   work.step_bytes = int64_t{Config::kStepKeys} * (params.headdim + params.headdim_v) *
                     sizeof(typename Config::KV);
-  work.most_splits = counted ? kMostSplits : kMostCluster;
+  work.most_splits = kMostSplits;
   work.most_cluster = kMostCluster;
   work.received_rows = Config::kReceivedRows;
+  // Where several clusters merge, each slice of a tile takes a counter.
+  work.counted = int64_t{heads} * kMostCluster <= kKeptZero;
   work.sms = multiprocessors();
   return plan_decode(params, work, slots_of<Config>);
 }
@@ -144,8 +144,8 @@ DecodeLauncher prepare_kernel(const DecodePlan& plan, ForwardParams& params, Wor
     DecodeSchedule part = schedule;
     // Then fewer parts, in as many clusters: these need no larger workspaces.
     if (part.cluster > kPortableCluster &&
-        clusters_at_a_time(kKernel, dim3(1, part.cluster), Config::kThreads, shared_bytes,
-                           stream) == 0) {
+        clusters_at_a_time(reinterpret_cast<const void*>(kKernel), dim3(1, part.cluster),
+                           Config::kThreads, shared_bytes, stream) == 0) {
       divide(part, {kPortableCluster * part.clusters, kPortableCluster});
     }
     for (; part.first_batch < bound.batch; part.first_batch += most_batch) {

@@ -33,6 +33,7 @@ struct DecodeWork {
   int64_t step_bytes;     // of K and V
   int most_splits, most_cluster;
   int received_rows;  // that a thread block has place for, from all of a cluster; 0: no clusters
+  bool counted;       // a tile can have several clusters, which count who is done
   int sms;
 
   // Whether the rows of a tile can be merged by so many.
@@ -43,10 +44,11 @@ struct DecodeWork {
 
 // With so many parts, whatever the launch: as few clusters as can be.
 inline DecodePlan plan_of_splits(const DecodeWork& work, int splits, int most_cluster) {
+  if (!work.counted) splits = std::min(splits, most_cluster);
   const int clusters = (splits + most_cluster - 1) / most_cluster;
   int cluster = (splits + clusters - 1) / clusters;
   while (!work.takes(cluster)) --cluster;
-  return {splits, cluster};
+  return {work.counted ? splits : cluster, cluster};
 }
 
 // slots_of(cluster, alone): thread blocks that run at a time, each alone on its SM or not
@@ -113,8 +115,9 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
       return ends + first + left / (bytes_of_two * share(twos * bytes_of_two));
     };
     const float slice_turns = turns((work.rows + cluster - 1) / cluster);
-    const int most =
-        most_cluster == 1 ? most_splits : std::min(most_splits, kMostClusters * cluster);
+    const int most = !work.counted       ? cluster
+                     : most_cluster == 1 ? most_splits
+                                         : std::min(most_splits, kMostClusters * cluster);
     for (int splits = cluster; splits < most + cluster; splits += cluster) {
       const int64_t block_steps = (steps + splits - 1) / splits;
       if ((steps + block_steps - 1) / block_steps <= splits - cluster) continue;  // fewer do it

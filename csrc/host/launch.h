@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <future>
 
 #include "host/cuda_check.h"
@@ -110,9 +109,8 @@ inline int multiprocessors() {
 }
 
 // How many clusters of the stream run at a time: a green context has some of the device's SMs.
-template <typename Kernel>
-int clusters_at_a_time(Kernel kernel, dim3 size, int threads, size_t shared_bytes,
-                       cudaStream_t stream) {
+inline int clusters_at_a_time(const void* kernel, dim3 size, int threads, size_t shared_bytes,
+                              cudaStream_t stream) {
   cudaLaunchAttribute cluster = in_clusters(size);
   cudaLaunchConfig_t config{};
   config.gridDim = size;
@@ -127,21 +125,16 @@ int clusters_at_a_time(Kernel kernel, dim3 size, int threads, size_t shared_byte
   return count;
 }
 
-// Of a thread in which no green context is current.
-inline int ask_elsewhere(const std::function<int()>& ask) {
-  return std::async(std::launch::async, ask).get();
-}
-
-// The same of the whole device, also where a green context is current. known: of the kernel with
-// this size
-template <typename Kernel>
-int clusters_of_device(Kernel kernel, dim3 size, int threads, size_t shared_bytes,
-                       DeviceFacts& known) {
+// The same of the whole device, also where a green context is current: a new thread is in none.
+// known: of the kernel with this size
+inline int clusters_of_device(const void* kernel, dim3 size, int threads, size_t shared_bytes,
+                              DeviceFacts& known) {
   return of_device(known, [=](int device) {
-    return ask_elsewhere([=] {
+    const auto ask = [=] {
       check_cuda(cudaSetDevice(device), "cudaSetDevice");
       return clusters_at_a_time(kernel, size, threads, shared_bytes, nullptr);
-    });
+    };
+    return std::async(std::launch::async, ask).get();
   });
 }
 

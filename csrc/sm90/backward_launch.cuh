@@ -126,8 +126,8 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   int workers = multiprocessors();
   if constexpr (Config::kCluster > 1) {
     static DeviceFacts clusters{};
-    workers = clusters_of_device(kKernel, dim3(Config::kCluster), Config::kThreads, kSharedBytes,
-                                 clusters);
+    workers = clusters_of_device(reinterpret_cast<const void*>(kKernel), dim3(Config::kCluster),
+                                 Config::kThreads, kSharedBytes, clusters);
   }
   const BackwardSchedule schedule = make_schedule<Config>(params, workers);
   if (!schedule.lone) {
@@ -168,8 +168,9 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     });
     BackwardSchedule placed = schedule;
     if (schedule.rotated) {
-      const int room = clusters_at_a_time(kKernel, dim3(Config::kCluster), Config::kThreads,
-                                          kSharedBytes, stream);
+      const int room =
+          clusters_at_a_time(reinterpret_cast<const void*>(kKernel), dim3(Config::kCluster),
+                             Config::kThreads, kSharedBytes, stream);
       placed.rotated = Config::kCluster * room >= grid;
     }
     launch(std::array{placed.rotated ? together() : overlapping()}, kKernel, grid, Config::kThreads,

@@ -168,8 +168,9 @@ int slots_of(int cluster) {
   if (cluster == 1) return multiprocessors();
   static DeviceFacts known[kMostSplits + 1]{};
   allow_launches<Config>();
-  return cluster * clusters_of_device(forward_kernel<Config>, dim3(cluster), Config::kThreads,
-                                      shared_bytes<Config>(), known[cluster]);
+  return cluster * clusters_of_device(reinterpret_cast<const void*>(&forward_kernel<Config>),
+                                      dim3(cluster), Config::kThreads, shared_bytes<Config>(),
+                                      known[cluster]);
 }
 
 template <typename Config>
@@ -211,7 +212,8 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
     if constexpr (Config::kDivided) {
       const dim3 cluster(splits);
       if (splits > kPortableCluster &&
-          clusters_at_a_time(kKernel, cluster, Config::kThreads, kSharedBytes, stream) == 0) {
+          clusters_at_a_time(reinterpret_cast<const void*>(kKernel), cluster, Config::kThreads,
+                             kSharedBytes, stream) == 0) {
         typename Config::Params fewer = bound;
         fewer.num_splits = kPortableCluster;
         return prepare_kernel<Config>(fewer, whole)(fewer, stream);

@@ -24,8 +24,8 @@ using SlotsOf = int (*)(int parts);
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
                          int headdim_v, SlotsOf slots_of);
 
-// The same of operands in 8 bits, with this tile shape. With may_transpose, tile 1 is that shape too,
-// but transposes values itself; it is not divided.
+// The same of operands in 8 bits, with this tile shape. With may_transpose, tile 1 is that shape
+// too, but transposes values itself; it is not divided.
 ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
                            int headdim_v, const ForwardTile& tile, bool may_transpose,
                            SlotsOf slots_of);

@@ -1,16 +1,15 @@
 // Encodes CUtensorMap, what TMA, the copy engine, needs to know of a tensor. The only place that
-// does; cuTensorMapEncodeTiled is looked up at run time, so that nothing links the driver.
+// does.
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
-#include "host/cuda_check.h"
+#include "host/driver.h"
 #include "sm90/tile_layout.cuh"
 
 namespace flash::sm90 {
@@ -21,20 +20,6 @@ struct MapDim {
   int64_t stride;  // in elements, a multiple of 16 bytes
   int box;
 };
-
-// A function of the driver.
-template <typename Function>
-Function* find_in_driver(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
-             name);
-  if (found != cudaDriverEntryPointSuccess) {
-    throw std::runtime_error(std::string("the driver has no ") + name +
-                             ": it is older than CUDA 12");
-  }
-  return reinterpret_cast<Function*>(function);
-}
 
 // Another tensor of the same layout.
 inline void replace_address(CUtensorMap& map, void* data) {

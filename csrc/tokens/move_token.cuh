@@ -190,13 +190,13 @@ __device__ void move_token(const T* source, int64_t source_stride, Target* targe
   }
 }
 
-template <bool kOverlaps, typename Kernel, typename Params>
+template <bool kOverlaps, typename Kernel, typename... Arguments>
 void launch_tokens(Kernel kernel, dim3 grid, dim3 block, cudaStream_t stream, const char* call,
-                   const Params& params) {
+                   const Arguments&... arguments) {
   if constexpr (kOverlaps) {
-    launch_overlapping(kernel, grid, block, 0, stream, call, params);
+    launch_overlapping(kernel, grid, block, 0, stream, call, arguments...);
   } else {
-    kernel<<<grid, block, 0, stream>>>(params);
+    kernel<<<grid, block, 0, stream>>>(arguments...);
     check_cuda(cudaGetLastError(), call);
   }
 }

@@ -70,6 +70,9 @@ _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 _DECODE_ROWS = 32
 _MORE_DECODE_ROWS = {"sm80": 128, "sm90": 256}
 _MORE_DECODE_KEYS = 1024  # of a sequence, at least
+# Rows from which, and bytes up to which a cache in FP8 is copied to 16 bits.
+_WIDENED_ROWS = 256
+_WIDENED_BYTES = 2**30
 
 # Features of a call, as messages name them where their name will not do.
 _DESCRIPTIONS = {
@@ -242,7 +245,7 @@ class LaunchPair(NamedTuple):
     """Two launches, of which the second takes the results of the first behind the arguments."""
 
     first: Launch
-    second: Launch
+    second: "AnyLaunch"
     written: tuple[int, ...]  # places of the arguments that the first writes to
 
     def __call__(self, arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -273,20 +276,17 @@ class Prepared(NamedTuple):
         launch = self.at({name: i for i, name in enumerate(self.tensors)})
         launch.run(tuple(self.tensors.values()), tuple(self.results.values()))
 
-    def among(self, arguments: Sequence[Any], places: dict[str, int]) -> Launch | None:
-        """Return the launch for a caller's arguments; None if it needs other tensors than those.
+    def placed(
+        self, arguments: Sequence[Any], places: dict[str, int]
+    ) -> tuple[Launch, set[int]] | None:
+        """Return the launch for a caller's arguments, and which of them it takes.
 
-        Or fewer: a number may be given as a tensor, whose value no key knows.
+        None if the tensors are not the arguments at the places of their names.
         """
-        if not self.are_among(arguments, places):
-            return None
-        return self.at(places) if _count_tensors(arguments) == len(self.tensors) else None
-
-    def are_among(self, arguments: Sequence[Any], places: dict[str, int]) -> bool:
-        """Whether the tensors are the arguments at the places of their names."""
-        return all(
-            name in places and arguments[places[name]] is x for name, x in self.tensors.items()
-        )
+        for name, x in self.tensors.items():
+            if name not in places or arguments[places[name]] is not x:
+                return None
+        return self.at(places), {places[name] for name in self.tensors}
 
     def _recipe(
         self, name: str, x: Tensor, places: dict[str, int]
@@ -324,27 +324,27 @@ class Prepared(NamedTuple):
 
 
 class PreparedPair(NamedTuple):
-    """An append, or the pass that quantises, and the attention that takes its results."""
+    """An append, or a pass over k and v, and the attention that takes its results.
+
+    That may be a pair itself.
+    """
 
     first: Prepared
-    attention: Prepared
+    attention: "AnyPrepared"
     written: tuple[str, ...] = ()  # arguments that the first writes to
 
-    def among(self, arguments: Sequence[Any], places: dict[str, int]) -> LaunchPair | None:
-        """As Prepared.among."""
+    def placed(
+        self, arguments: Sequence[Any], places: dict[str, int]
+    ) -> tuple[LaunchPair, set[int]] | None:
+        """As Prepared.placed."""
         between = self.first.results
         behind = {_BETWEEN.get(name, name): len(arguments) + i for i, name in enumerate(between)}
-        of_attention = {**places, **behind}
-        if not self.first.are_among(arguments, places) or not self.attention.are_among(
-            (*arguments, *between.values()), of_attention
-        ):
-            return None
-        taken = {places[name] for name in self.first.tensors}
-        taken |= {of_attention[name] for name in self.attention.tensors} - {*behind.values()}
-        if _count_tensors(arguments) != len(taken):
+        first = self.first.placed(arguments, places)
+        second = self.attention.placed((*arguments, *between.values()), {**places, **behind})
+        if first is None or second is None:
             return None
         written = tuple(places[name] for name in self.written)
-        return LaunchPair(self.first.at(places), self.attention.at(of_attention), written)
+        return LaunchPair(first[0], second[0], written), first[1] | second[1] - {*behind.values()}
 
 
 AnyPrepared = Prepared | PreparedPair
@@ -358,8 +358,17 @@ _BETWEEN = {
 }
 
 
-def _count_tensors(arguments: Sequence[Any]) -> int:
-    return sum(isinstance(x, Tensor) for x in arguments)
+def launch_among(
+    prepared: AnyPrepared, arguments: Sequence[Any], places: dict[str, int]
+) -> AnyLaunch | None:
+    """Return the launch for a caller's arguments; None if it needs other tensors than those.
+
+    Or fewer: a number may be given as a tensor, whose value no key knows.
+    """
+    placed = prepared.placed(arguments, places)
+    if placed is None or len(placed[1]) != sum(isinstance(x, Tensor) for x in arguments):
+        return None
+    return placed[0]
 
 
 def forward(
@@ -385,6 +394,9 @@ def forward(
         return forward(widened(problem), rng_state, return_probs, out, backend=backend)
     if problem.is_fp8:
         return (*_forward_in_fp8(problem, out, remember, backend), None)
+    widening = None
+    if _widens_keys(problem, backend):
+        problem, widening = _with_wide_keys(problem, backend)
     q, s_aux = problem.q, problem.s_aux
     tensors = _tensors(problem, rng_state)
     tensors["s_aux"] = None if s_aux is None else s_aux.float().contiguous()
@@ -407,8 +419,79 @@ def forward(
     if return_probs:
         return out, lse, tiled.signed_probabilities(problem, lse, rng_state)
     if remember is not None:
-        remember(prepared)
+        remember(prepared if widening is None else PreparedPair(widening, prepared))
     return out, lse, None
+
+
+# ---- caches of 8 bits ----------------------------------------------------------------------------
+
+
+def _widens_keys(problem: Attention, backend: str) -> bool:
+    """Whether a cache in FP8 is copied to 16 bits before the forward: for many queries.
+
+    The decode kernels, which take such a cache, read it again for each tile of rows.
+    """
+    if not problem.is_quantised or problem.num_splits > 0 or problem.cu_seqlens_k is not None:
+        return False
+    if _settings["decode"]:
+        return False
+    queries = problem.max_seqlen_q
+    if problem.is_varlen:  # of a sequence, in the mean
+        queries = problem.q.shape[0] // problem.batch
+    elements = problem.batch * _cached_rows(problem) * problem.nheads_kv
+    dtypes = problem.q.dtype, problem.q.dtype, problem.out_dtype
+    headdims = problem.headdim, problem.headdim_v
+    features = problem.features - {"pages", "cache_slots"}
+    return (
+        queries * (problem.nheads // problem.nheads_kv) >= _WIDENED_ROWS
+        and 2 * elements * sum(headdims) <= _WIDENED_BYTES
+        and _are_aligned(problem)
+        and _kernel_of_tokens("widen", backend, problem.q, problem.k) >= 0
+        and isinstance(_smallest_kernel(backend, "forward", dtypes, headdims, features), int)
+    )
+
+
+def _with_wide_keys(problem: Attention, backend: str) -> tuple[Attention, Prepared]:
+    """The problem with its keys and values in 16 bits; and the launch that copied them."""
+    rows = _cached_rows(problem)
+    of_tokens = problem.batch, rows, problem.nheads_kv
+    tensors: dict[str, Tensor | None] = {
+        "k": problem.k,
+        "v": problem.v,
+        "seqused_k": _contiguous(problem.seqused_k),
+        "cache_batch_idx": _contiguous(problem.cache_batch_idx),
+        "block_table": _contiguous(problem.block_table),
+        "k_descale": problem.k_descale,
+        "v_descale": problem.v_descale,
+    }
+    results = {
+        "k_out": problem.q.new_empty(*of_tokens, problem.headdim),
+        "v_out": problem.q.new_empty(*of_tokens, problem.headdim_v),
+    }
+    left = problem.window_left
+    reach = rows if left < 0 else min(left + problem.max_seqlen_q, rows)
+    kernel = _kernel_of_tokens("widen", backend, problem.q, problem.k)
+    prepared = _launch(kernel, tensors, results, {"reach": reach})
+    problem = problem._replace(
+        k=results["k_out"],
+        v=results["v_out"],
+        sizes=problem.sizes._replace(rows_k=(problem.batch, rows)),
+        max_seqlen_k=rows,
+        block_table=None,
+        cache_batch_idx=None,
+        k_descale=None,
+        v_descale=None,
+        seqused_before=None,  # an append is no longer the launch before the attention
+        seqlen_new=0,
+    )
+    return problem, prepared
+
+
+def _cached_rows(problem: Attention) -> int:
+    """How many rows of its cache a sequence can have in use."""
+    k, table = problem.k, problem.block_table
+    rows = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    return min(rows, problem.max_seqlen_k)
 
 
 # ---- operands of 8 bits --------------------------------------------------------------------------

@@ -46,6 +46,7 @@ int main() {
       work.most_splits = 256;
       work.most_cluster = 16;
       work.received_rows = tile_rows == 64 ? 80 : 24;
+      work.counted = true;
       work.sms = 132;
       const DecodePlan plan = plan_decode(params, work, slots_of);
       if (plan.time <= best.time) best = plan, best_rows = tile_rows;
