@@ -78,7 +78,7 @@ class Kernel:
     @property
     def cost(self) -> tuple[int, int, bool]:
         """Orders kernels by how long they take to compile."""
-        operations = "widen merge append rotary quantise decode forward quantised backward"
+        operations = "merge widen append rotary quantise decode forward quantised backward"
         return (
             operations.split().index(self.operation),
             self.headdim + self.headdim_v,
