@@ -1,12 +1,14 @@
 """What the library's own choice of a tile costs: each compiled tile of a forward kernel is timed.
 
-Also into how many parts the keys of a tile are divided. With ``--fp8`` of the forward in FP8: a
-call counts with the pass that quantises k and v; of ``e4m3`` the inputs are quantised before, and
-tile 1 transposes values itself.
+So is each number of parts that the keys of a tile are divided into.
 
 Run as ``python -m benchmarks.tiles`` on a machine with a CUDA GPU; ``--help`` lists the options.
 The regret of a shape is the time of the library's choice over that of the fastest tile, less one.
 Prints a table, writes NAME.json, with all times, and NAME.csv into ``benchmarks/results/<gpu>/``.
+
+``--fp8`` times the forward in FP8. A call of a level counts with the pass that quantises k and v.
+The inputs of ``e4m3`` are quantised before; its tile 1 transposes values itself, if keys are not
+divided.
 """
 
 from __future__ import annotations
