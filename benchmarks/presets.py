@@ -44,6 +44,15 @@ def of_model(model: str, *sizes: int, **more: Any) -> dict[str, Any]:
     return sized(*sizes, model=model, **more)
 
 
+def chunk(
+    nheads: int, headdim: int, queries: int, keys: int, headdim_v: int = 0, **more: Any
+) -> dict[str, Any]:
+    """Some queries at the end of one KV cache, which they make longer; heads in groups of 4."""
+    return decoding(
+        1, keys, nheads, nheads // 4, headdim, queries=queries, headdim_v=headdim_v, **more
+    )
+
+
 NO_MASK = {"causal": False}
 MODELS = [
     # Prefills of language models.
@@ -121,6 +130,31 @@ PRESETS = {
         ],
         providers=("sm90", "sm80"),
         baseline="sm80",
+    ),
+    # Fewer tiles than SMs: prompts in chunks, on GPUs that share a model's heads.
+    "few-tiles": Preset(
+        [
+            *(
+                chunk(nheads, 128, queries, 1024 * n)
+                for nheads in (4, 8, 32)
+                for queries in (64, 256, 512)
+                for n in (2, 8, 32)
+            ),
+            *(
+                chunk(nheads, headdim, queries, 1024 * n)
+                for headdim in (64, 256)
+                for nheads in (4, 16)
+                for queries in (64, 512)
+                for n in (2, 16)
+            ),
+            *(
+                chunk(8, headdim, queries, 8192, headdim_v)
+                for headdim, headdim_v in ((32, 0), (96, 0), (192, 0), (192, 128))
+                for queries in (64, 512)
+            ),
+        ],
+        providers=("sm90", "sm80", "fa3", "flash", "cudnn"),
+        others={"timing": "graph", "direction": ["forward"]},
     ),
     "decode": Preset(
         [

@@ -22,6 +22,8 @@ from helpers import (
 )
 from oracle import Attention, assert_close_to_oracle, expect
 from test_kernels import HALF, large, of_each_kernel, shared_memory, small
+from test_kvcache import check as check_kvcache
+from test_kvcache import decode
 
 from flash_attn._backends import cuda
 
@@ -105,13 +107,56 @@ def test_tiles_that_do_not_fit(device, kilobytes, headdim, fitting):
         assert check_each_tile(problem, (headdim, headdim)) == []
 
 
-def test_keys_are_not_divided(device):
+def test_negative_number_of_parts(device):
     problem = dense(2, 70, 300, 4, 2, 64, dtype=torch.float16, device=device)
-    with cuda.changed_setting("num_splits", 1):
-        check(problem, backward=False)
-    message = "^num_splits: got 2; accepted by the sm80 forward: 0 or 1"
-    with cuda.changed_setting("num_splits", 2), pytest.raises(ValueError, match=message):
+    message = "^num_splits: got -2; accepted by the sm80 forward: 0 or more"
+    with cuda.changed_setting("num_splits", -2), pytest.raises(ValueError, match=message):
         call(problem)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [*OPTIONS, "unaligned"])
+def test_divided_keys_of_each_tile(device, options, layout, headdims):
+    with cuda.changed_setting("num_splits", 3):
+        if options == "unaligned":
+            problem = small(layout, options, headdims, torch.bfloat16, device)
+        else:
+            given = OPTIONS[options](2 if layout == "dense" else 3, 4, device)
+            given |= {"dtype": torch.bfloat16, "device": device}
+            problem = large(layout, 4, 2, *headdims, **given)
+        assert check_each_tile(problem, headdims)
+
+
+@pytest.mark.parametrize("headdims", [(100, 100), (70, 50), (256, 9)], ids=str)
+def test_divided_keys_of_odd_head_dims(device, headdims):
+    """Four columns of the output can't be written at once."""
+    given = {"dtype": torch.float16, "device": device, "causal": True}
+    with cuda.changed_setting("num_splits", 4):
+        check(dense(2, 70, 300, 4, 2, *headdims, **given), backward=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_of_several_launches(device, layout):
+    """What the parts of some blocks of queries leave is merged before others begin."""
+    given = {"dtype": torch.bfloat16, "device": device, "causal": True}
+    if layout == "dense":
+        problem = dense(3, 1100, 1300, 8, 2, 128, **given)
+    else:
+        problem = varlen([1100, 0, 70, 300], [1300, 20, 90, 257], 8, 2, 128, **given)
+    with cuda.changed_setting("num_splits", 32):
+        check(problem, backward=False)
+
+
+@pytest.mark.parametrize("headdim", [192, 256])
+@pytest.mark.parametrize("kilobytes", [163, 99])
+def test_given_parts_on_other_gpus(device, kilobytes, headdim):
+    """The first tile shape that fits has the keys divided, whatever else is in the batch."""
+    given = {"dtype": torch.bfloat16, "device": device, "causal": True}
+    case = decode([300, 70], 40, 0, 301, nheads=8, headdim=headdim, **given)
+    with shared_memory(kilobytes):
+        for parts in (1, 3):
+            check_kvcache(case, num_splits=parts)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])

@@ -37,8 +37,6 @@ from helpers import (
 )
 from oracle import Attention, assert_matches_oracle
 from test_kernels import HALF, of_each_kernel
-from test_kvcache import check as check_kvcache
-from test_kvcache import decode
 from torch import Tensor
 
 import flash_attn
@@ -391,53 +389,6 @@ def test_each_tile(device, options, headdims):
     for tile in range(tile_count(headdims, "full" if full else "plain")):
         with cuda.changed_setting("tile", tile):
             check(problem, backward=False)
-
-
-@of_each_kernel
-@pytest.mark.parametrize("splits", [2, 5, 16])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_divided_keys(device, options, splits, headdims):
-    """Dense and packed sequences; more parts than blocks of keys, and sequences without keys."""
-    given = {"dtype": torch.bfloat16, "device": device}
-    problems = [
-        dense(2, 70, 900, 4, 2, *headdims, **given, **OPTIONS[options](2, 4, device)),
-        varlen(
-            [130, 0, 9, 40],
-            [700, 30, 0, 257],
-            4,
-            2,
-            *headdims,
-            **given,
-            **OPTIONS[options](4, 4, device),
-        ),
-    ]
-    with cuda.changed_setting("num_splits", splits):
-        for problem in problems:
-            check(problem, backward=False)
-
-
-@pytest.mark.parametrize("page_size", [None, 1, 16, 256])
-@pytest.mark.parametrize("mask", MASKS)
-def test_divided_caches(device, mask, page_size):
-    lengths = [0, 5, 77, 128, 129, 900]
-    sizes = {"nheads": 8, "nheads_kv": 2, "headdim": 128, "page_size": page_size}
-    case = decode(lengths, 3, 0, 901, dtype=torch.bfloat16, device=device, **sizes, **MASKS[mask])
-    with cuda.changed_setting("num_splits", 4):
-        check_kvcache(case)
-
-
-@pytest.mark.parametrize("headdim", [64, 128, 256])
-@pytest.mark.parametrize("mask", MASKS)
-def test_divided_keys_are_deterministic(device, mask, headdim):
-    """Parts merge in the order of the keys; counters are left zero."""
-    problem = dense(2, 300, 1500, 4, 2, headdim, dtype=torch.bfloat16, device=device, **MASKS[mask])
-    with cuda.changed_setting("num_splits", 6):
-        first, _ = run(problem, backward=False)
-        assert_matches_oracle(first, problem)
-        for _ in range(50):
-            again, _ = run(problem, backward=False)
-            assert all(torch.equal(value, again[name]) for name, value in first.items())
-    assert not any(map(torch.any, cuda._kept_zeros.values()))
 
 
 def test_many_divided_tiles(device):

@@ -13,14 +13,20 @@
 
 namespace flash {
 
-// Leaves what a lane has of row `half` (0: the upper) of accumulators of m16n8.
-template <int kOutTiles>
-__device__ void leave_row(float4* row, const float (&out)[kOutTiles][4], int half, int lane) {
+// Leaves what a lane has of row `half` (0: the upper) of accumulators of m16n8. Those of place n
+// are 8 columns from 8 * col_tile(n) on.
+template <int kOutTiles, typename ColTile>
+__device__ void leave_row(float4* row, const float (&out)[kOutTiles][4], int half, int lane,
+                          ColTile col_tile) {
   auto* const target = reinterpret_cast<float2*>(row) + lane % 4;
 #pragma unroll
   for (int n = 0; n < kOutTiles; ++n) {
-    target[n * 4] = make_float2(out[n][2 * half], out[n][2 * half + 1]);
+    target[col_tile(n) * 4] = make_float2(out[n][2 * half], out[n][2 * half + 1]);
   }
+}
+template <int kOutTiles>
+__device__ void leave_row(float4* row, const float (&out)[kOutTiles][4], int half, int lane) {
+  leave_row(row, out, half, lane, [](int n) { return n; });
 }
 
 // What some parts have in sum of four columns of a row: the output relative to `reference`, and the
@@ -64,9 +70,10 @@ __device__ Merged merge(int parts, RowOf row_of, OutOf out_of) {
   return all;
 }
 
-// Writes four columns of a row; with the first of them its log-sum-exp.
+// Writes four columns of a row; with the first of them its log-sum-exp. Where kAnyAlignment,
+// params.aligned says whether the four can be written at once.
 // scale: what the output is to be multiplied by
-template <typename Out>
+template <typename Out, bool kAnyAlignment = false>
 __device__ void store_merged(const ForwardParams& params, const Sequence& sequence, int query,
                              int head, int col, const Merged& x, float scale) {
   const int place = sequence.q_first + query;
@@ -76,9 +83,16 @@ __device__ void store_merged(const ForwardParams& params, const Sequence& sequen
         end.lse;
   }
   if (col >= params.headdim_v) return;
-  *reinterpret_cast<uint2*>(rows_of<Out>(params.out, sequence.q_batch, place, head) + col) =
-      make_uint2(pack(x.out.x * end.factor, x.out.y * end.factor, Out()),
-                 pack(x.out.z * end.factor, x.out.w * end.factor, Out()));
+  Out* const target = rows_of<Out>(params.out, sequence.q_batch, place, head) + col;
+  const uint2 values = make_uint2(pack(x.out.x * end.factor, x.out.y * end.factor, Out()),
+                                  pack(x.out.z * end.factor, x.out.w * end.factor, Out()));
+  if (!kAnyAlignment || params.aligned) {
+    *reinterpret_cast<uint2*>(target) = values;
+  } else {
+    for (int i = 0; i < min(4, params.headdim_v - col); ++i) {
+      target[i] = reinterpret_cast<const Out*>(&values)[i];
+    }
+  }
 }
 
 }  // namespace flash

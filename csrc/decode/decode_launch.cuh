@@ -142,7 +142,8 @@ DecodeLauncher prepare_kernel(const DecodePlan& plan, ForwardParams& params, Wor
   return [=](ForwardParams bound, cudaStream_t stream) {
     if (bound.seqlen_new > 0) bound.seqused_k = bound.seqused_before;
     DecodeSchedule part = schedule;
-    // Then fewer parts, in as many clusters: these need no larger workspaces.
+    // Where the stream has no room for such clusters, tiles have fewer parts, in as many clusters:
+    // these need no larger workspaces.
     if (part.cluster > kPortableCluster &&
         clusters_at_a_time(reinterpret_cast<const void*>(kKernel), dim3(1, part.cluster),
                            Config::kThreads, shared_bytes, stream) == 0) {

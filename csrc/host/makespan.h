@@ -1,6 +1,7 @@
 // How long workers take that each do one piece of work after the other. Host code.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <queue>
@@ -24,6 +25,10 @@ inline float makespan(const std::vector<Work>& all, int workers) {
   for (const Work& work : all) {
     count += work.count;
     sum += work.count * work.time;
+  }
+  if (count <= workers) {
+    const auto is_shorter = [](const Work& a, const Work& b) { return a.time < b.time; };
+    return std::max_element(all.begin(), all.end(), is_shorter)->time;
   }
   if (count > int64_t{kManyPieces} * workers) return sum / workers + all.back().time / 2;
   std::priority_queue<float, std::vector<float>, std::greater<float>> ends;

@@ -1,11 +1,12 @@
 // Tile shapes and shared memory of the Ampere-class forward.
 #pragma once
 
+#include <vector_types.h>
+
 #include <cstddef>
 #include <cstdint>
 
 #include "params.h"
-#include "sm80/shared_tile.cuh"
 
 namespace flash::sm80 {
 
@@ -17,8 +18,7 @@ struct ForwardTile {
   int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
   // Microseconds on an H200: of what comes before and after the steps of a thread block, of a step
   // if it is alone on an SM, and if blocks_per_sm, where more than 1, are there. They are for the
-  // choice between shapes (forward_plan.h), fitted to what benchmarks/tiles.py measured: within a
-  // head dim they compare, whatever their scale.
+  // plan (forward_plan.h), fitted to what benchmarks/tiles.py measured.
   float ends, step, shared_step = 0.f;
 };
 
@@ -37,46 +37,46 @@ constexpr ForwardTile forward_tile(int headdim, int headdim_v, int choice) {
   switch (headdim) {
     case 32:
       // 271 / 256; 128 keys, two blocks an SM 253 / 236; four blocks spill, 261 / 247.
-      if (choice == 0) return {128, 64, 4, 1, 3};
+      if (choice == 0) return {128, 64, 4, 1, 3, 2.66f, 0.85f, 1.57f};
       break;
     case 64:
       // Scores fill the registers that the output leaves. 334 / 330; with 64 keys and three blocks
       // an SM 314 / 310.
-      if (choice == 0) return {128, 128, 4, 1, 2, 1.96f, 1.40f, 1.40f};
-      if (choice == 1) return {64, 64, 4, 1, 4, 1.54f, 0.31f, 1.01f};
-      if (choice == 2) return {64, 128, 4, 1, 3, 1.54f, 0.48f, 1.19f};
+      if (choice == 0) return {128, 128, 4, 1, 2, 2.86f, 1.89f, 3.04f};
+      if (choice == 1) return {64, 64, 4, 1, 4, 2.41f, 0.70f, 1.78f};
+      if (choice == 2) return {64, 128, 4, 1, 3, 2.35f, 1.17f, 2.50f};
       break;
     case 96:
       // 360 / 336; with 96 keys 366 / 342, but spills, and 340 against 346 at 1024 tokens.
-      if (choice == 0) return {128, 64, 4, 1, 2, 2.22f, 1.06f, 2.05f};
-      if (choice == 1) return {64, 64, 4, 1, 3, 1.76f, 0.49f, 1.98f};
-      if (choice == 2) return {64, 128, 4, 1, 3, 1.79f, 0.83f, 3.74f};
+      if (choice == 0) return {128, 64, 4, 1, 2, 3.69f, 1.36f, 2.12f};
+      if (choice == 1) return {64, 64, 4, 1, 3, 2.66f, 1.00f, 1.98f};
+      if (choice == 2) return {64, 128, 4, 1, 3, 2.62f, 1.80f, 3.77f};
       break;
     case 128:
       // Output 128 + scores 64 of 255 registers. 395 / 371; with 32 keys 373 / 350.
-      if (choice == 0) return {128, 64, 4, 1, 2, 3.88f, 1.47f, 2.43f};
-      if (choice == 1) return {64, 64, 4, 1, 3, 1.97f, 0.80f, 2.44f};
-      if (choice == 2) return {64, 128, 4, 1, 2, 2.08f, 1.18f, 2.94f};
+      if (choice == 0) return {128, 64, 4, 1, 2, 4.11f, 1.65f, 2.73f};
+      if (choice == 1) return {64, 64, 4, 1, 3, 2.83f, 1.09f, 2.40f};
+      if (choice == 2) return {64, 128, 4, 1, 2, 2.91f, 1.86f, 3.15f};
       break;
     case 192:
       if (headdim_v == 128) {
         // 403 / 373; with 48 keys 401 / 369.
-        if (choice == 0) return {128, 64, 4, 1, 2, 1.02f, 1.96f, 3.38f};
+        if (choice == 0) return {128, 64, 4, 1, 2, 4.76f, 1.88f, 3.20f};
       } else {
         // 393 / 373; one warp for 16 queries 330 / 321.
-        if (choice == 0) return {128, 128, 8, 2, 1, 1.03f, 3.98f};
+        if (choice == 0) return {128, 128, 8, 2, 1, 5.36f, 3.90f};
         // 354 / 345. Two blocks fit an SM of an A100.
-        if (choice == 1) return {64, 64, 4, 2, 2, 0.02f, 1.62f, 2.44f};
+        if (choice == 1) return {64, 64, 4, 2, 2, 3.81f, 1.56f, 2.23f};
       }
       break;
     case 256:
       // 394 / 361; one warp for 16 queries 328 / 308.
-      if (choice == 0) return {128, 128, 8, 2, 1, 6.43f, 5.05f};
+      if (choice == 0) return {128, 128, 8, 2, 1, 6.20f, 5.24f};
       // 349 / 321.
-      if (choice == 1) return {128, 64, 8, 2, 1, 5.60f, 2.99f};
+      if (choice == 1) return {128, 64, 8, 2, 1, 5.28f, 2.91f};
       // 328 / 308. With one block an SM, all that 99 KB hold, 268 / 264; teams with 32 keys, which
       // fit as well, 199 / 201.
-      if (choice == 2) return {64, 64, 4, 1, 2, 2.42f, 1.70f, 3.45f};
+      if (choice == 2) return {64, 64, 4, 1, 2, 3.85f, 1.92f, 3.40f};
       break;
   }
   return {};
@@ -88,9 +88,11 @@ constexpr int count_forward_tiles(int headdim, int headdim_v) {
   return count;
 }
 
-template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice>
+template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice,
+          bool kDivided_ = false>
 struct ForwardConfig {
   using T = T_;
+  static constexpr bool kDivided = kDivided_;  // thread blocks have parts of the keys of a tile
   static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kChoice);
   static constexpr FeatureSet kFeatures = kFeatures_;
   static constexpr int kHeadDim = kHeadDim_;

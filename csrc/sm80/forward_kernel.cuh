@@ -1,7 +1,8 @@
 // Attention forward for Ampere-class tensor cores: FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 //
 // A thread block takes one block of queries of one head and walks over the blocks of keys that they
-// see. A team of one or two warps owns some of the queries; scores and output stay in registers.
+// see, or over a part of those. A team of one or two warps owns some of the queries; scores and
+// output stay in registers.
 //
 // Rows past the end of a sequence are zero when loaded, whatever memory holds there. A key inside
 // the sequence that the mask hides from a query has probability 0, but in a block that other keys
@@ -27,6 +28,7 @@
 #include "ptx/cp_async.h"
 #include "ptx/opaque.h"
 #include "sm80/forward_config.cuh"
+#include "sm80/forward_parts.cuh"
 #include "sm80/row_team.cuh"
 #include "sm80/shared_tile.cuh"
 
@@ -87,8 +89,8 @@ __device__ void accumulate_output(float (&out)[kRowTiles][kOutTiles][4],
   }
 }
 
-// Grid: (nheads, query blocks, batch), see launch_forward. params.window_left and window_right are
-// bounded_window's.
+// Grid: (nheads, query blocks * parts, batch), see launch_forward. params.window_left and
+// window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams params, int first_m_block, int first_batch,
@@ -112,7 +114,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int team_begin = warp / kTeam * kTeamRows;  // its first row in the thread block
   const int head = blockIdx.x, batch = first_batch + blockIdx.z;
   const int head_kv = head / (params.nheads / params.nheads_kv);
-  const int m_begin = (first_m_block + gridDim.y - 1 - blockIdx.y) * kBlockM;
+  const int splits = Config::kDivided ? params.num_splits : 1;
+  const int from_last = blockIdx.y / splits, part = blockIdx.y - from_last * splits;
+  const int m_begin = (first_m_block + gridDim.y / splits - 1 - from_last) * kBlockM;
   const Sequence sequence(params, batch);
   if (m_begin >= sequence.seqlen_q) return;  // the grid is for the longest sequence
   const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
@@ -122,8 +126,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int m_position = m_begin + sequence.seqlen_k - sequence.seqlen_q;
   const int position = m_position + team_begin + lane / 4;  // of the lane's first row
   Mask mask{sequence.seqlen_k, 0, params.window_left, params.window_right};
-  const int n_start = warp_uniform(mask.first_key(m_position) / kBlockN * kBlockN);
-  const int n_end = warp_uniform(mask.end_key(m_position + m_end - m_begin - 1));
+  const Range part_keys = keys_of_part<kBlockN>({mask.first_key(m_position) / kBlockN * kBlockN,
+                                                 mask.end_key(m_position + m_end - m_begin - 1)},
+                                                part, splits);
+  const int n_start = warp_uniform(part_keys.begin), n_end = warp_uniform(part_keys.end);
   mask.seqlen_k = n_end;
 
   // Shared memory.
@@ -139,7 +145,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if constexpr (kTeam == 2) team = {warp % 2, 1 + warp / 2, &exchange.rows[0][0], lane};
   float out[kRowTiles][kOutTiles][4] = {};
   float sinks[2 * kRowTiles];
-  for (float& sink : sinks) sink = params.s_aux == nullptr ? -INFINITY : params.s_aux[head];
+  const bool has_sink = params.s_aux != nullptr && part == 0;
+  for (float& sink : sinks) sink = has_sink ? params.s_aux[head] : -INFINITY;
   SoftmaxState<kRowTiles> softmax(scale_log2, sinks, lane % 4 == 0 && team.rank == 0);
   const ScoreTransform transform(params, batch, head, mask.shift);
   const Dropout dropout(params, batch, head);
@@ -210,13 +217,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const Sequence target(params, batch);
   const int team_m_begin = warp_uniform(position) - (target.seqlen_k - target.seqlen_q);
   const int valid_rows = target.seqlen_q - team_m_begin;
+  if constexpr (Config::kDivided) {
+    const int64_t place = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    TilePart<Config>(params, place)
+        .leave(softmax, out, team_m_begin % kBlockM, valid_rows, team, ptx::opaque(lane));
+    return;
+  }
   float factors[2 * kRowTiles], lse[2 * kRowTiles];
   finish_rows(softmax, kFull && dropout.enabled ? dropout.scale : 1.f, factors, lse, team);
   rescale_output(out, factors);
   // Only this team reads its rows of shared.q, so they can take its output.
   store_fragments<kHeadDimV>(
-      out, team_rows, [](int m) { return m; },
-      [&](int n) { return (n / 2 * kTeam + team.rank) * 2 + n % 2; }, lane);
+      out, team_rows, [](int m) { return m; }, [&](int n) { return team.col_tile(n); }, lane);
   __syncwarp();
   team.wait();
   store_tile<kTeamRows, kHeadDimV, kTeam * 32, kFull>(

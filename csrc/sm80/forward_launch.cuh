@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -19,6 +17,28 @@
 #include "sm80/forward_plan.h"
 
 namespace flash::sm80 {
+
+// What the parts of a launch leave takes at most so much memory, but that of one block of queries
+// of all heads, whatever it takes.
+constexpr int64_t kMostPartBytes = 64 << 20;
+
+struct LaunchSize {
+  int m_blocks, batch;  // blocks of queries, sequences
+
+  LaunchSize(const ForwardParams& params, int block_m, int headdim_v) {
+    int64_t most = int64_t{kMaxGrid} * kMaxGrid;  // blocks of queries, of all heads
+    const int64_t most_blocks = kMaxGrid / params.num_splits;
+    if (params.num_splits > 1) {
+      const int64_t rows = int64_t{params.nheads} * params.num_splits * block_m;
+      most = kMostPartBytes / (rows * headdim_v * static_cast<int64_t>(sizeof(float)));
+    }
+    most = std::max<int64_t>(most, 1);
+    const int64_t blocks = (params.seqlen_q - 1) / block_m + 1;
+    m_blocks = static_cast<int>(std::min({blocks, most, most_blocks}));
+    batch =
+        static_cast<int>(std::clamp<int64_t>(most / m_blocks, 1, std::min(params.batch, kMaxGrid)));
+  }
+};
 
 template <typename Config>
 void launch_forward(ForwardParams params, cudaStream_t stream) {
@@ -34,15 +54,24 @@ void launch_forward(ForwardParams params, cudaStream_t stream) {
     launch_clear_gaps<typename Config::T>(params, stream);
   }
   const int num_m_blocks = (params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
-    for (int m_block = 0; m_block < num_m_blocks; m_block += kMaxGrid) {
+  const LaunchSize most(params, Config::kBlockM, Config::kHeadDimV);
+  for (int batch = 0; batch < params.batch; batch += most.batch) {
+    for (int m_block = 0; m_block < num_m_blocks; m_block += most.m_blocks) {
       // Heads come first: the blocks that run together share K and V within a group of heads and,
       // among the query blocks of one head, in the L2 cache.
-      const dim3 grid(params.nheads, std::min(num_m_blocks - m_block, kMaxGrid),
-                      std::min(params.batch - batch, kMaxGrid));
+      const int blocks = std::min(num_m_blocks - m_block, most.m_blocks);
+      const int sequences = std::min(params.batch - batch, most.batch);
+      const dim3 grid(params.nheads, blocks * params.num_splits, sequences);
       kKernel<<<grid, Config::kThreads, Config::kSharedBytes, stream>>>(params, m_block, batch,
                                                                         scale_log2);
       check_cuda(cudaGetLastError(), "launch of the sm80 forward kernel");
+      if constexpr (Config::kDivided) {
+        const int64_t fours = int64_t{params.nheads} * Config::kBlockM * (Config::kHeadDimV / 4);
+        const auto mergers = static_cast<unsigned>((fours - 1) / kMergeThreads + 1);
+        merge_parts_kernel<Config><<<dim3(mergers, blocks, sequences), kMergeThreads, 0, stream>>>(
+            params, m_block, batch);
+        check_cuda(cudaGetLastError(), "launch of the kernel that merges parts of an sm80 forward");
+      }
     }
   }
 }
@@ -55,24 +84,31 @@ struct ForwardRow {
                                      (kFeatures == FeatureSet::kFull ? kAnyAlignment | kPages : 0);
   static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV);
 
-  static auto prepare(Params& params, Workspaces&) {
-    if (params.num_splits > 1) {
-      throw std::invalid_argument("num_splits: got " + std::to_string(params.num_splits) +
-                                  "; accepted by the sm80 forward: 0 or 1");
-    }
-    return choose_launcher(params, std::make_integer_sequence<int, kTiles>());
+  static auto prepare(Params& params, Workspaces& wanted) {
+    return choose_launcher(params, wanted, std::make_integer_sequence<int, kTiles>());
   }
 
  private:
-  template <int kChoice>
-  using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice>;
+  template <int kChoice, bool kDivided = false>
+  using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice, kDivided>;
 
   template <int... kChoices>
-  static auto choose_launcher(const Params& params, std::integer_sequence<int, kChoices...>) {
+  static auto choose_launcher(Params& params, Workspaces& wanted,
+                              std::integer_sequence<int, kChoices...>) {
     constexpr ForwardShape kShapes[] = {
         {Config<kChoices>::kTile, Config<kChoices>::kSharedBytes}...};
-    constexpr void (*kLaunchers[])(Params, cudaStream_t) = {launch_forward<Config<kChoices>>...};
-    return kLaunchers[choose_forward_tile(params, kShapes)];
+    constexpr void (*kWhole[])(Params, cudaStream_t) = {launch_forward<Config<kChoices>>...};
+    constexpr void (*kDivided[])(Params,
+                                 cudaStream_t) = {launch_forward<Config<kChoices, true>>...};
+    const ForwardPlan plan = plan_forward(params, kHeadDimV, kShapes);
+    params.num_splits = plan.splits;
+    if (plan.splits == 1) return kWhole[plan.tile];
+    const int block_m = kShapes[plan.tile].tile.block_m;
+    const LaunchSize most(params, block_m, kHeadDimV);
+    const int64_t tiles = int64_t{params.nheads} * most.m_blocks * most.batch;
+    wanted.add("partial_out", params.partial_out, tiles * plan.splits * block_m * kHeadDimV);
+    wanted.add("partial_rows", params.partial_rows, tiles * plan.splits * block_m * 2);
+    return kDivided[plan.tile];
   }
 };
 

@@ -1,5 +1,5 @@
-// Which tile shape an Ampere-class forward runs with: what is predicted to take the least time.
-// Host code.
+// Which tile shape an Ampere-class forward runs with and into how many parts the keys of a tile are
+// divided: what is predicted to take the least time. Host code.
 #pragma once
 
 #include <algorithm>
@@ -24,14 +24,30 @@ struct ForwardShape {
   size_t shared_bytes;
 };
 
+struct ForwardPlan {
+  int tile;
+  int splits;  // parts of a tile's keys
+};
+
+constexpr int kMostSplits = 32;
+
+// The merging of parts: microseconds once and for each 8 of a tile, and bytes that are written and
+// read in one.
+constexpr float kMerge = 1.74f, kMergeEight = 0.94f, kMergedBytes = 8e6f;
+
 // Microseconds on an H200, beside those of a launch that does nothing. At most `fitting` thread
 // blocks run on an SM at once.
-inline float predicted_time(const ForwardParams& params, const ForwardTile& tile, int fitting) {
+inline float predicted_time(const ForwardParams& params, const ForwardTile& tile, int fitting,
+                            int splits, int headdim_v) {
   const std::vector<KnownSequences> sequences = known_sequences(params);
   int64_t blocks = 0;
   for (const KnownSequences& x : sequences) {
-    blocks += x.count() * params.nheads * ((x.queries() - 1) / tile.block_m + 1);
+    blocks += x.count() * params.nheads * ((x.queries() - 1) / tile.block_m + 1) * splits;
   }
+  const auto steps_of = [&](const KnownSequences& x, int64_t first) {
+    const int64_t steps = x.steps(first, first + tile.block_m, tile.block_n);
+    return static_cast<float>((steps + splits - 1) / splits);
+  };
   const int sms = multiprocessors();
   const int on_sm = static_cast<int>(std::min<int64_t>((blocks - 1) / sms + 1, fitting));
   float step = tile.step;  // the more thread blocks, the longer
@@ -45,8 +61,7 @@ inline float predicted_time(const ForwardParams& params, const ForwardTile& tile
     most_shared = 0.f;
     for (const KnownSequences& x : sequences) {
       for (int64_t first = 0; first < x.queries(); first += tile.block_m) {
-        const auto steps = static_cast<float>(x.steps(first, first + tile.block_m, tile.block_n));
-        most_shared += steps * x.count() * params.nheads / blocks;
+        most_shared += steps_of(x, first) * x.count() * params.nheads * splits / blocks;
       }
     }
   }
@@ -55,19 +70,41 @@ inline float predicted_time(const ForwardParams& params, const ForwardTile& tile
     for (int64_t i = 0; i < (in_order ? x.count() : 1); ++i) {
       const int64_t rows = tile.block_m, heads = params.nheads * (in_order ? 1 : x.count());
       for (int64_t first = (x.queries() - 1) / rows * rows; first >= 0; first -= rows) {
-        const auto steps = static_cast<float>(x.steps(first, first + rows, tile.block_n));
-        const float shared = std::min(steps, most_shared);
-        all.push_back({heads, tile.ends + (steps - shared) * tile.step + shared * step});
+        const float steps = steps_of(x, first), shared = std::min(steps, most_shared);
+        all.push_back({heads * splits, tile.ends + (steps - shared) * tile.step + shared * step});
       }
     }
   }
-  return makespan(all, workers);
+  const float time = makespan(all, workers);
+  if (splits == 1) return time;
+  const auto floats = static_cast<float>(blocks * tile.block_m * headdim_v);
+  return time + kMerge + kMergeEight * ((splits + 7) / 8) +
+         2 * sizeof(float) * floats / kMergedBytes;
 }
 
-// The place of a shape of which at least one thread block fits the shared memory.
+// Into how many parts it is worth trying to divide keys: all parts run at once, and have some keys.
+inline int most_splits(const ForwardParams& params, const ForwardTile& tile, int fitting) {
+  const int64_t tiles =
+      int64_t{params.batch} * params.nheads * ((params.seqlen_q - 1) / tile.block_m + 1);
+  int64_t steps = 0;
+  for (const KnownSequences& x : known_sequences(params)) {
+    steps = std::max(steps, x.steps(x.queries() - 1, x.queries(), tile.block_n));
+  }
+  return static_cast<int>(
+      std::min<int64_t>({int64_t{multiprocessors()} * fitting / tiles, steps, kMostSplits}));
+}
+
+// With a shape of which at least one thread block fits the shared memory. Where num_splits is given
+// it is the first such shape, whatever else is in the batch.
 template <size_t kShapes>
-int choose_forward_tile(const ForwardParams& params, const ForwardShape (&shapes)[kShapes]) {
-  int best = -1;
+ForwardPlan plan_forward(const ForwardParams& params, int headdim_v,
+                         const ForwardShape (&shapes)[kShapes]) {
+  if (params.num_splits < 0) {
+    throw std::invalid_argument("num_splits: got " + std::to_string(params.num_splits) +
+                                "; accepted by the sm80 forward: 0 or more");
+  }
+  const int given = std::min(params.num_splits, kMostSplits);
+  ForwardPlan best{-1, 1};
   float least_time = INFINITY;
   size_t least_bytes = SIZE_MAX;
   for (int i = 0; i < static_cast<int>(kShapes); ++i) {
@@ -77,13 +114,16 @@ int choose_forward_tile(const ForwardParams& params, const ForwardShape (&shapes
     const int fitting =
         std::min(fitting_blocks(shared_bytes, params.shared_memory), tile.blocks_per_sm);
     if (fitting < 1) continue;
-    const float time = predicted_time(params, tile, fitting);
-    if (time < least_time) {
+    if (given > 0) return {i, given};
+    const int most = std::max(most_splits(params, tile, fitting), 1);
+    for (int splits = 1; splits <= most; ++splits) {
+      const float time = predicted_time(params, tile, fitting, splits, headdim_v);
+      if (time >= least_time) continue;
       least_time = time;
-      best = i;
+      best = {i, splits};
     }
   }
-  if (best >= 0) return best;
+  if (best.tile >= 0) return best;
   if (params.tile >= 0) {
     throw std::invalid_argument("tile: got " + std::to_string(params.tile) + ", which takes " +
                                 std::to_string(least_bytes) +

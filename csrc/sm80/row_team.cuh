@@ -17,6 +17,9 @@ struct RowTeam<1> : WarpTeam {
   static constexpr int rank = 0;
 
   __device__ void wait() const {}
+
+  // Where the n-th 8 columns of a warp's output are, in units of 8.
+  __device__ int col_tile(int n) const { return n; }
 };
 
 // Two warps. Between two calls of agree or sum they meet elsewhere (wait), so that what they gave
@@ -29,6 +32,9 @@ struct RowTeam<2> {
   int lane;
 
   __device__ void wait() const { ptx::bar_sync(barrier, 64); }
+
+  // As above: of each two blocks of 16 columns, each warp has one.
+  __device__ int col_tile(int n) const { return (n / 2 * 2 + rank) * 2 + n % 2; }
 
   // As above, but a warp in which no lane's `outgrown` is true does not contribute to the maximum.
   template <int kRows>

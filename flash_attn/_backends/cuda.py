@@ -68,7 +68,7 @@ _WORKSPACE_ALIGNMENT = 512  # in bytes, as of a tensor of its own
 # Rows, pairs of a query and a head of the group that reads the same keys, that the decode kernels
 # always take. More are tiles that read the same keys: _decodes_more.
 _DECODE_ROWS = 32
-_MORE_DECODE_ROWS = {"sm80": 128, "sm90": 256}
+_MORE_DECODE_ROWS = {"sm80": 512, "sm90": 256}
 _MORE_DECODE_KEYS = 1024  # of a sequence, at least
 # Rows from which, and bytes up to which a cache in FP8 is copied to 16 bits.
 _WIDENED_ROWS = 256
@@ -151,8 +151,8 @@ def unsupported(problem: Attention, backend: str, operation: str) -> str | None:
     """
     if problem.is_fp8 and operation == "forward":
         return _unsupported_in_fp8(problem, backend)
-    if problem.is_quantised and not problem.is_fp8:  # whatever the number of its queries
-        operation = "decode"
+    if problem.is_quantised and not problem.is_fp8:
+        operation = "decode"  # also of many queries, for which the cache is copied: _widens_keys
     found = _kernel(problem, backend, operation, _are_aligned(problem))
     return found if isinstance(found, str) else None
 
@@ -498,9 +498,10 @@ def _cached_rows(problem: Attention) -> int:
 
 
 def widens(problem: Attention) -> bool:
-    """Whether queries in FP8 are widened: few, or for a cache that only the decode kernels read.
+    """Whether queries in FP8 are widened: few, or for a cache with pages, slots or left padding.
 
-    Those are as fast with queries of 16 bits, and do not round probabilities to 8.
+    Decode kernels are as fast with queries of 16 bits, and do not round probabilities to 8. The
+    forward in FP8 does not read such a cache.
     """
     if problem.q.dtype != FP8:
         return False
@@ -820,16 +821,18 @@ def _decodes(problem: Attention, backend: str, out_aligned: bool) -> bool:
 def _decodes_more(problem: Attention, backend: str, rows: int) -> bool:
     """Whether a decode kernel is faster than the forward, for more rows than it always takes.
 
-    It divides the keys of a tile, but each further tile reads them again. So it is while tiles are
-    few: by the times of both on an H200 (docs/design-notes.md, Inference).
+    Its tiles have rows of all heads of a group, but each further tile reads the keys again. Both
+    divide keys. By the times of both on an H200 (docs/design-notes.md, Inference).
     """
     keys = problem.max_seqlen_k
     if rows > _MORE_DECODE_ROWS[backend] or keys < _MORE_DECODE_KEYS:
         return False
     tile_rows = 64 if backend == "sm90" else 32
     tiles = -(-rows // tile_rows) * problem.batch * problem.nheads_kv
-    if backend == "sm80":  # whose forward does not divide keys
-        return tiles <= 128
+    if backend == "sm80":  # whose forward has rows of one head in a tile, at least 64
+        forward_tiles = -(-problem.max_seqlen_q // 64) * problem.batch * problem.nheads
+        more_rows = 64 * forward_tiles / (tile_rows * tiles)
+        return more_rows >= 2 and more_rows * forward_tiles * keys >= 2**19
     if rows <= tile_rows:
         return tiles * min(keys, 2**15) <= 2**18
     return tiles * min(keys, 2**14) <= 2**17
@@ -882,10 +885,9 @@ def _prepare(
         numbers["seqlen_new"] = problem.seqlen_new
     if problem.num_splits > 0 and operation in ("decode", "forward"):
         # What decides the bits of a result must not depend on the batch.
-        if operation == "forward" and numbers["tile"] < 0:
+        if operation == "forward" and backend == "sm90" and numbers["tile"] < 0:
             numbers["tile"] = 0
-        divides = operation == "decode" or backend == "sm90"
-        if divides and not numbers["num_splits"]:
+        if not numbers["num_splits"]:
             numbers["num_splits"] = min(problem.num_splits, 2**16)  # more than any kernel takes
     call = _C.prepare(kernel, {**given, **results}, numbers)
     return Prepared(call, given, results, like or {})

@@ -1,0 +1,91 @@
+"""Forwards whose keys are divided among thread blocks, in the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import KERNELS, device_fixture
+from helpers import NAN, OPTIONS, captured, check, dense, int32, run, varlen
+from oracle import assert_matches_oracle
+from test_kernels import MASKS, of_each_kernel
+from test_kvcache import call as call_kvcache
+from test_kvcache import check as check_kvcache
+from test_kvcache import decode
+
+from flash_attn._backends import cuda
+
+pytestmark = pytest.mark.gpu
+
+device = device_fixture(*KERNELS)
+
+
+@pytest.fixture(autouse=True)
+def not_decoding() -> Iterator[None]:
+    """Few queries run in the forward here; the decode kernel has test_decode.py."""
+    with cuda.changed_setting("decode", False):
+        yield
+
+
+@of_each_kernel
+@pytest.mark.parametrize("splits", [2, 5, 16])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_divided_keys(device, options, splits, headdims):
+    """Dense and packed sequences; more parts than blocks of keys, and sequences without keys."""
+    given = {"dtype": torch.bfloat16, "device": device}
+    problems = [
+        dense(2, 70, 900, 4, 2, *headdims, **given, **OPTIONS[options](2, 4, device)),
+        varlen(
+            [130, 0, 9, 40],
+            [700, 30, 0, 257],
+            4,
+            2,
+            *headdims,
+            **given,
+            **OPTIONS[options](4, 4, device),
+        ),
+    ]
+    with cuda.changed_setting("num_splits", splits):
+        for problem in problems:
+            check(problem, backward=False)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_divided_caches(device, mask, page_size):
+    lengths = [0, 5, 77, 128, 129, 900]
+    sizes = {"nheads": 8, "nheads_kv": 2, "headdim": 128, "page_size": page_size}
+    case = decode(lengths, 3, 0, 901, dtype=torch.bfloat16, device=device, **sizes, **MASKS[mask])
+    with cuda.changed_setting("num_splits", 4):
+        check_kvcache(case)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_divided_keys_are_deterministic(device, mask, headdim):
+    """Parts merge in the order of the keys; counters are left zero."""
+    problem = dense(2, 300, 1500, 4, 2, headdim, dtype=torch.bfloat16, device=device, **MASKS[mask])
+    with cuda.changed_setting("num_splits", 6):
+        first, _ = run(problem, backward=False)
+        assert_matches_oracle(first, problem)
+        for _ in range(50):
+            again, _ = run(problem, backward=False)
+            assert all(torch.equal(value, again[name]) for name, value in first.items())
+    torch.cuda.synchronize()
+    assert not any(map(torch.any, cuda._kept_zeros.values()))
+
+
+def test_graph_of_divided_keys(device):
+    """Replayed, with lengths that change in between."""
+    given = {"nheads": 8, "nheads_kv": 2, "headdim": 128, "dtype": torch.bfloat16}
+    case = decode([900, 513], 70, 0, 901, causal=True, device=device, **given)
+    with cuda.changed_setting("num_splits", 5):
+        graph, results = captured(lambda: call_kvcache(case))
+        for lengths in ([900, 513], [70, 5], [71, 512]):
+            case.cache_seqlens.copy_(int32(lengths, device))
+            for x in results:
+                x.fill_(NAN)
+            graph.replay()
+            for found, expected in zip(results, call_kvcache(case), strict=True):
+                assert torch.equal(found, expected)
