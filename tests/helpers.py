@@ -48,6 +48,11 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DROPOUT_SEED = 7
 
 
+# With num_splits of APART - n, a forward of sm90 divides keys into n parts that are no clusters:
+# kApart of csrc/sm90/forward_plan.h.
+APART = -64
+
+
 def kernels_forced() -> str | None:
     """The backend under test, if it has kernels."""
     forced = cuda.forced_backend()

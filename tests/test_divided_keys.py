@@ -28,10 +28,7 @@ def not_decoding() -> Iterator[None]:
         yield
 
 
-@of_each_kernel
-@pytest.mark.parametrize("splits", [2, 5, 16])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_divided_keys(device, options, splits, headdims):
+def check_options(device: str, options: str, splits: int, headdims: tuple[int, int]) -> None:
     """Dense and packed sequences; more parts than blocks of keys, and sequences without keys."""
     given = {"dtype": torch.bfloat16, "device": device}
     problems = [
@@ -51,22 +48,31 @@ def test_divided_keys(device, options, splits, headdims):
             check(problem, backward=False)
 
 
-@pytest.mark.parametrize("page_size", [None, 1, 16, 256])
-@pytest.mark.parametrize("mask", MASKS)
-def test_divided_caches(device, mask, page_size):
+@of_each_kernel
+@pytest.mark.parametrize("splits", [2, 5, 16])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_divided_keys(device, options, splits, headdims):
+    check_options(device, options, splits, headdims)
+
+
+def check_caches(device: str, mask: str, page_size: int | None, splits: int) -> None:
     lengths = [0, 5, 77, 128, 129, 900]
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": 128, "page_size": page_size}
     case = decode(lengths, 3, 0, 901, dtype=torch.bfloat16, device=device, **sizes, **MASKS[mask])
-    with cuda.changed_setting("num_splits", 4):
+    with cuda.changed_setting("num_splits", splits):
         check_kvcache(case)
 
 
-@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [None, 1, 16, 256])
 @pytest.mark.parametrize("mask", MASKS)
-def test_divided_keys_are_deterministic(device, mask, headdim):
+def test_divided_caches(device, mask, page_size):
+    check_caches(device, mask, page_size, 4)
+
+
+def check_bits(device: str, mask: str, headdim: int, splits: int) -> None:
     """Parts merge in the order of the keys; counters are left zero."""
     problem = dense(2, 300, 1500, 4, 2, headdim, dtype=torch.bfloat16, device=device, **MASKS[mask])
-    with cuda.changed_setting("num_splits", 6):
+    with cuda.changed_setting("num_splits", splits):
         first, _ = run(problem, backward=False)
         assert_matches_oracle(first, problem)
         for _ in range(50):
@@ -76,11 +82,17 @@ def test_divided_keys_are_deterministic(device, mask, headdim):
     assert not any(map(torch.any, cuda._kept_zeros.values()))
 
 
-def test_graph_of_divided_keys(device):
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_divided_keys_are_deterministic(device, mask, headdim):
+    check_bits(device, mask, headdim, 6)
+
+
+def check_graph(device: str, splits: int) -> None:
     """Replayed, with lengths that change in between."""
     given = {"nheads": 8, "nheads_kv": 2, "headdim": 128, "dtype": torch.bfloat16}
     case = decode([900, 513], 70, 0, 901, causal=True, device=device, **given)
-    with cuda.changed_setting("num_splits", 5):
+    with cuda.changed_setting("num_splits", splits):
         graph, results = captured(lambda: call_kvcache(case))
         for lengths in ([900, 513], [70, 5], [71, 512]):
             case.cache_seqlens.copy_(int32(lengths, device))
@@ -89,3 +101,7 @@ def test_graph_of_divided_keys(device):
             graph.replay()
             for found, expected in zip(results, call_kvcache(case), strict=True):
                 assert torch.equal(found, expected)
+
+
+def test_graph_of_divided_keys(device):
+    check_graph(device, 5)

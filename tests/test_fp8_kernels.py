@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_fixture
-from helpers import LAYOUTS, NAN, OPTIONS, captured, dense, int32, randn, varlen
+from helpers import APART, LAYOUTS, NAN, OPTIONS, captured, dense, int32, randn, varlen
 from test_fp8 import BF16, FP8, HEADDIMS, LEVELS, call_fp8, check_e4m3, check_level, in_e4m3, rms
 from test_repeated_calls import launches_of
 from torch import Tensor
@@ -488,7 +488,7 @@ def test_lengths_on_kernels(on_kernels, headdim, kind):
     """One off the edges of tiles and blocks; whole and divided keys."""
     lengths = [1, 63, 64, 65, 127, 128, 129, 191, 193, 257, 400]
     sizes = {"nheads": 2, "nheads_kv": 1, "headdim": headdim, "device": on_kernels}
-    for parts, causal in product((1, 3), (False, True)):
+    for parts, causal in product((1, 3, APART - 3), (False, True)):
         with cuda.changed_setting("num_splits", parts):
             check(varlen(lengths, lengths[::-1], **sizes, causal=causal), kind)
             check(dense(1, 129, 257, **sizes, causal=causal), kind)
@@ -592,7 +592,7 @@ def test_scales_of_values_that_change(on_kernels, headdim, level):
     exponents = torch.tensor([0, -13, -13, 9, 0, -30], device=on_kernels).repeat(4)[:20]
     sizes = torch.exp2(exponents.float()).repeat_interleave(128)[:2500]
     case = replace(case, v=(case.v * sizes[:, None, None]).bfloat16())
-    for parts in (1, 3):
+    for parts in (1, 3, APART - 3):
         with cuda.changed_setting("num_splits", parts):
             check_level(case, level)
 
@@ -671,6 +671,6 @@ def test_packed_sequences_do_not_meet(on_kernels, headdim, level):
 @pytest.mark.parametrize("features", ["plain", "everything"])
 def test_each_fp8_kernel_for_the_sanitizer(on_kernels, features, headdim, kind):
     options = options_of(features, 2, 2, on_kernels)
-    for parts in (1, 2):
+    for parts in (1, 2, APART - 2):
         with cuda.changed_setting("num_splits", parts):
             check(dense(2, 70, 300, 2, 1, headdim, device=on_kernels, **options), kind)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import backend_params, device_fixture
 from helpers import (
+    APART,
     NAN,
     OPTIONS,
     assert_guard_intact,
@@ -36,6 +37,7 @@ from helpers import (
     varlen,
 )
 from oracle import Attention, assert_matches_oracle
+from test_divided_keys import check_bits, check_caches, check_graph, check_options
 from test_kernels import HALF, of_each_kernel
 from torch import Tensor
 
@@ -389,6 +391,59 @@ def test_each_tile(device, options, headdims):
     for tile in range(tile_count(headdims, "full" if full else "plain")):
         with cuda.changed_setting("tile", tile):
             check(problem, backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("parts", [3, 32])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_parts_that_are_no_cluster(device, options, parts, headdims):
+    """Another kernel merges them."""
+    check_options(device, options, APART - parts, headdims)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_parts_of_caches_that_are_no_cluster(device, mask, page_size):
+    check_caches(device, mask, page_size, APART - 4)
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_parts_that_are_no_cluster_are_deterministic(device, mask, headdim):
+    check_bits(device, mask, headdim, APART - 6)
+
+
+def test_graph_of_parts_that_are_no_cluster(device):
+    check_graph(device, APART - 5)
+
+
+@of_each_kernel
+def test_parts_of_each_tile_that_are_no_cluster(device, headdims):
+    given = {"dtype": torch.float16, "device": device, "causal": True}
+    problem = dense(2, 203, 900, 8, 2, *headdims, **given)
+    for tile in range(4):
+        with cuda.changed_setting("tile", tile), cuda.changed_setting("num_splits", APART - 3):
+            try:
+                call(problem)
+            except ValueError as error:
+                assert tile > 0 and str(error).startswith("tile:"), error
+                break
+            check(problem, backward=False)
+
+
+def test_few_tiles_on_many_keys_are_no_clusters(device, monkeypatch):
+    """Of parts in clusters the GPU has room for fewer: these leave theirs in a workspace."""
+    prepare, names = cuda._C.prepare, []
+
+    def watched(*arguments: Any) -> Any:
+        call = prepare(*arguments)
+        names.extend(name for name, *_ in call.workspaces)
+        return call
+
+    monkeypatch.setattr(cuda._C, "prepare", watched)
+    given = {"dtype": torch.bfloat16, "device": device, "causal": True}
+    check(dense(1, 900, 20000, 1, 1, 128, **given), backward=False)
+    assert "partial_out" in names
 
 
 def test_many_divided_tiles(device):

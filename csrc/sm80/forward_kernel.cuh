@@ -219,8 +219,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int valid_rows = target.seqlen_q - team_m_begin;
   if constexpr (Config::kDivided) {
     const int64_t place = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    TilePart<Config>(params, place)
-        .leave(softmax, out, team_m_begin % kBlockM, valid_rows, team, ptx::opaque(lane));
+    const int first_row = team_m_begin % kBlockM;
+    team.sum(softmax.sum);
+    WorkspacePart<kBlockM, kHeadDimV>(params, place)
+        .leave(
+            softmax, out, first_row, first_row + valid_rows, team.rank == 0,
+            [&](int n) { return team.col_tile(n); }, ptx::opaque(lane));
     return;
   }
   float factors[2 * kRowTiles], lse[2 * kRowTiles];

@@ -16,6 +16,7 @@
 #include "params.h"
 #include "sm90/forward_kernel.cuh"
 #include "sm90/forward_plan.h"
+#include "sm90/merge_parts.cuh"
 #include "sm90/tensor_map.h"
 
 namespace flash::sm90 {
@@ -37,10 +38,12 @@ constexpr int kDrawEarlyTiles = 6;
 
 // whole: tiles that are not divided, at most
 template <typename Config>
-ForwardSchedule make_schedule(const ForwardParams& params, int whole) {
-  const int splits = Config::kDivided ? std::min(params.num_splits, kMostSplits) : 1;
+ForwardSchedule make_schedule(const ForwardParams& params, int whole, bool apart) {
+  const int most_splits = apart ? kMostApart : kMostSplits;
+  const int splits = Config::kDivided ? std::min(params.num_splits, most_splits) : 1;
   ForwardSchedule schedule{};
   schedule.splits = splits;
+  schedule.apart = apart;
   schedule.group = heads_in_tile(params, Config::kFeatures, Config::kBlockM);
   schedule.rows = Config::kBlockM / schedule.group;
   schedule.group_reciprocal = (65536 + schedule.group - 1) / schedule.group;
@@ -178,15 +181,17 @@ using ForwardLauncher = std::function<void(const typename Config::Params&, cudaS
 
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 // A kernel that does not divide takes the first `whole` tiles, one that does the others.
+// apart: the parts of a tile are no cluster
 template <typename Config>
-ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whole) {
+ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whole, bool apart,
+                                       Workspaces& wanted) {
   constexpr auto kKernel = forward_kernel<Config>;
   constexpr size_t kSharedBytes = shared_bytes<Config>();
   allow_launches<Config>();
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
-  const ForwardSchedule schedule = make_schedule<Config>(params, whole);
+  const ForwardSchedule schedule = make_schedule<Config>(params, whole, apart);
   const int splits = schedule.splits;
   // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t tiles =
@@ -196,6 +201,11 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
   // The parts of a tile are a cluster, of which no thread block takes another.
   const int grid = static_cast<int>(Config::kDivided ? tiles - schedule.whole
                                                      : std::min<int64_t>(tiles, multiprocessors()));
+  if (apart) {
+    const int64_t rows = int64_t{schedule.tiles} * splits * Config::kBlockM;
+    wanted.add("partial_out", params.partial_out, rows * Config::kHeadDimV);
+    wanted.add("partial_rows", params.partial_rows, rows * 2);
+  }
   const ForwardMaps prepared = make_maps<Config>(params, schedule);
   const float scale_log2 = scale_log2_of(params);
   return [=](const typename Config::Params& bound, cudaStream_t stream) {
@@ -210,13 +220,24 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
     if constexpr (Config::kStagedOutput) replace_address(maps.out, bound.out.data);
     constexpr char kCall[] = "launch of the sm90 forward kernel";
     if constexpr (Config::kDivided) {
+      if (apart) {
+        launch_overlapping(kKernel, grid, Config::kThreads, kSharedBytes, stream, kCall, bound,
+                           maps, schedule, scale_log2);
+        constexpr int kFours = Config::kBlockM * (Config::kHeadDimV / 4);
+        launch_overlapping(merge_parts_kernel<Config>,
+                           dim3((kFours - 1) / kMergeThreads + 1, schedule.tiles), kMergeThreads, 0,
+                           stream, "launch of the kernel that merges parts of an sm90 forward",
+                           bound, schedule);
+        return;
+      }
       const dim3 cluster(splits);
       if (splits > kPortableCluster &&
           clusters_at_a_time(reinterpret_cast<const void*>(kKernel), cluster, Config::kThreads,
                              kSharedBytes, stream) == 0) {
         typename Config::Params fewer = bound;
         fewer.num_splits = kPortableCluster;
-        return prepare_kernel<Config>(fewer, whole)(fewer, stream);
+        Workspaces none(fewer);
+        return prepare_kernel<Config>(fewer, whole, false, none)(fewer, stream);
       }
       launch(std::array{overlapping(), in_clusters(cluster)}, kKernel, grid, Config::kThreads,
              kSharedBytes, stream, kCall, bound, maps, schedule, scale_log2);
@@ -227,16 +248,17 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
   };
 }
 
-// The launches of a call: params.num_splits says whether tiles are divided, `whole` how many are
-// not then.
+// The launches of a call.
 template <typename Whole, typename Divided>
-ForwardLauncher<Whole> prepare_plan(int whole, typename Whole::Params& params, Workspaces& wanted) {
+ForwardLauncher<Whole> prepare_plan(const ForwardPlan& plan, typename Whole::Params& params,
+                                    Workspaces& wanted) {
   wanted.add_kept_zero("counters", params.counters);
-  if (params.num_splits <= 1) return prepare_kernel<Whole>(params, INT_MAX);
-  const ForwardLauncher<Whole> parts = prepare_kernel<Divided>(params, whole);
-  if (whole == 0) return parts;
-  return [first = prepare_kernel<Whole>(params, whole), parts](const typename Whole::Params& bound,
-                                                               cudaStream_t stream) {
+  params.num_splits = plan.splits;
+  if (plan.splits == 1) return prepare_kernel<Whole>(params, INT_MAX, false, wanted);
+  const auto parts = prepare_kernel<Divided>(params, plan.whole, plan.apart, wanted);
+  if (plan.whole == 0) return parts;
+  const auto first = prepare_kernel<Whole>(params, plan.whole, false, wanted);
+  return [=](const typename Whole::Params& bound, cudaStream_t stream) {
     first(bound, stream);
     parts(bound, stream);
   };
@@ -256,7 +278,6 @@ struct ForwardRow {
   static auto prepare(Params& params, Workspaces& wanted) {
     const ForwardPlan plan =
         plan_forward(params, kFeatures, kHeadDim, kHeadDimV, slots_of<Config<0, true>>);
-    params.num_splits = plan.splits;
     return prepare_choice<0>(plan, params, wanted);
   }
 
@@ -267,7 +288,7 @@ struct ForwardRow {
     if constexpr (kChoice + 1 < kTiles) {
       if (plan.tile != kChoice) return prepare_choice<kChoice + 1>(plan, params, wanted);
     }
-    return prepare_plan<Config<kChoice, false>, Config<kChoice, true>>(plan.whole, params, wanted);
+    return prepare_plan<Config<kChoice, false>, Config<kChoice, true>>(plan, params, wanted);
   }
 };
 

@@ -10,6 +10,7 @@
 #include "common/sequence.h"
 #include "common/softmax.h"
 #include "common/warp.h"
+#include "common/workspace_part.h"
 #include "params.h"
 #include "ptx/cluster.h"
 #include "ptx/named_barrier.h"
@@ -215,7 +216,14 @@ struct Epilogue {
   }
 };
 
+// What merged values of a tile are multiplied by, beside other scales.
+template <typename Config>
+__device__ float value_scale(const ForwardParams& params, const Tile& tile) {
+  return Config::kQuantised ? descale_of(params.v_descale, tile.batch, tile.head_kv) : 1.f;
+}
+
 // By the consumers of a tile whose keys are divided, in the end: merges its parts and stores rows.
+// Parts that are no cluster are left for merge_parts_kernel.
 // scale: of the output
 template <typename Config>
 __device__ void merge_tile(const ForwardParams& params, const ForwardSchedule& schedule,
@@ -223,15 +231,22 @@ __device__ void merge_tile(const ForwardParams& params, const ForwardSchedule& s
                            const float (&out)[1][Config::kHeadDimV / 8][4], float scale,
                            int first_row, int lane) {
   constexpr int kThreads = Config::kConsumers * kWarpgroup, kFours = Config::kHeadDimV / 4;
+  const Sequence sequence(params, tile.batch);
+  const int queries = min(schedule.rows, sequence.seqlen_q - tile.block * schedule.rows);
+  if (schedule.apart) {
+    WarpTeam().sum(softmax.sum);
+    WorkspacePart<Config::kBlockM, Config::kHeadDimV>(
+        params, int64_t{1} * tile.place * schedule.splits + tile.part)
+        .leave(
+            softmax, out, first_row - lane / 4, queries * schedule.group, true,
+            [](int n) { return n; }, lane);
+    return;
+  }
   ptx::bar_sync(kMerge, kThreads);  // all are done with the keys
   mine.leave(softmax, out, first_row, lane);
   ptx::cluster_sync();
-  const Sequence sequence(params, tile.batch);
-  const int queries = min(schedule.rows, sequence.seqlen_q - tile.block * schedule.rows);
+  scale *= value_scale<Config>(params, tile);
   float sink = -INFINITY;
-  if constexpr (Config::kQuantised) {
-    scale *= descale_of(params.v_descale, tile.batch, tile.head_kv);
-  }
   for (int i = threadIdx.x;; i += kThreads) {
     const int row = tile.part + i / kFours * schedule.splits, four = i % kFours;
     if (row >= queries * schedule.group) break;

@@ -21,6 +21,10 @@ constexpr float kAlike = 0.9f;
 // cluster are free.
 constexpr float kSecondLaunch = 45.f;
 
+// Of parts that are no clusters: microseconds of another kernel, for each 8 of a tile, and bytes
+// that are written and read in one.
+constexpr float kMergeApart = 2.f, kMergeEight = 0.94f, kMergedBytes = 8e6f;
+
 // A figure for a GPU with a few tiles, and for one that has a tile for each SM or more: memory is
 // busier then, and clocks are lower.
 struct ByLoad {
@@ -166,12 +170,26 @@ float predicted_time(const std::vector<TileWork>& work, const TileTimes& times,
   return makespan(pieces, shared ? 2 * sms : sms);
 }
 
+int most_steps(const std::vector<TileWork>& work) {
+  int most = 0;
+  for (const TileWork& tile : work) most = std::max(most, tile.steps);
+  return most;
+}
+
 // Whether parts have enough of the keys, and there are few enough of them. tiles: of the launch at
 // most
 bool may_divide(const std::vector<TileWork>& work, int64_t tiles, int splits) {
-  int most_steps = 0;
-  for (const TileWork& x : work) most_steps = std::max(most_steps, x.steps);
-  return most_steps >= kLeastSteps * splits && tiles * splits <= 2 * multiprocessors();
+  return most_steps(work) >= kLeastSteps * splits && tiles * splits <= 2 * multiprocessors();
+}
+
+// Microseconds of a division of all tiles into parts that are no clusters. The SMs that clusters
+// would not reach work too.
+float time_apart(const std::vector<TileWork>& work, const TileTimes& times, HeadDimTimes common,
+                 int64_t tiles, int splits, int64_t tile_floats) {
+  common.merge = common.merge_part = 0.f;
+  const auto floats = static_cast<float>(tiles * splits * tile_floats);
+  return predicted_time(work, times, common, 1, splits, multiprocessors()) + kMergeApart +
+         kMergeEight * ((splits + 7) / 8) + 2 * sizeof(float) * floats / kMergedBytes;
 }
 
 // A division of the tiles left over alone.
@@ -251,6 +269,7 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
   const int tile_shapes = count_forward_tiles(headdim, headdim_v, features);
   const HeadDimTimes common = headdim_times(headdim, headdim_v);
   const int given = std::min(params.num_splits, kMostSplits);
+  const int given_apart = kApart - params.num_splits;
   const int least_splits = std::max(given, 1);
   const int most_splits = given > 0 ? given : given < 0 ? 1 : kMostSplits;
   ForwardPlan best{0, 1, 0};
@@ -262,11 +281,19 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
     const int group = heads_in_tile(params, features, tile.block_m);
     const int64_t tiles = count_tiles(params, group, tile.block_m);
     const std::vector<TileWork> work = forward_work(params, group, tile);
-    const auto consider = [&](int splits, int whole, float time) {
+    const auto consider = [&](int splits, int whole, float time, bool apart = false) {
       if (time >= least) return;
       least = time;
-      best = {choice, splits, whole};
+      best = {choice, splits, whole, apart};
     };
+    const auto consider_apart = [&](int splits) {
+      const int64_t tile_floats = int64_t{tile.block_m} * headdim_v;
+      consider(splits, 0, time_apart(work, times, common, tiles, splits, tile_floats), true);
+    };
+    if (given_apart > 0) {
+      consider_apart(std::min(given_apart, kMostApart));
+      continue;
+    }
     for (int splits = least_splits; splits <= most_splits; ++splits) {
       if (given == 0 && splits > 1 && !may_divide(work, tiles, splits)) continue;
       const int slots = slots_of(splits);
@@ -280,6 +307,10 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
       }
       consider(splits, 0, time);
     }
+    for (int splits = 2; given == 0 && splits <= kMostApart; ++splits) {
+      if (tiles * splits > multiprocessors() || most_steps(work) < splits) break;
+      consider_apart(splits);
+    }
   }
   return best;
 }
@@ -288,6 +319,8 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
                            int headdim_v, const ForwardTile& tile, bool may_transpose,
                            SlotsOf slots_of) {
   if (params.num_splits > 0) return {0, params.num_splits, 0};
+  const int given_apart = kApart - params.num_splits;
+  if (given_apart > 0) return {0, std::min(given_apart, kMostApart), 0, true};
   const int group = heads_in_tile(params, features, tile.block_m);
   const HeadDimTimes common = headdim_times(headdim, headdim_v);
   const float units = tile.block_m * tile.block_n / (128.f * 64);
@@ -317,6 +350,14 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
     if (time >= least) continue;
     least = time;
     best = {0, splits, 0};
+  }
+  const int64_t tile_floats = int64_t{tile.block_m} * headdim_v;
+  for (int splits = 2; splits <= kMostApart; ++splits) {
+    if (tiles * splits > multiprocessors() || most_steps(work) < splits) break;
+    const float time = time_apart(work, times(step.idle), common, tiles, splits, tile_floats);
+    if (time >= least) continue;
+    least = time;
+    best = {0, splits, 0, true};
   }
   return best;
 }

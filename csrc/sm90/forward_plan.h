@@ -9,18 +9,22 @@
 namespace flash::sm90 {
 
 constexpr int kMostSplits = 16;  // thread blocks of the largest cluster
+constexpr int kMostApart = 32;   // parts of a tile that are no cluster
 
 struct ForwardPlan {
   int tile;
   int splits;
-  int whole;  // where some are divided, those that are not: 0, or as many for each SM
+  int whole;           // where some are divided, those that are not: 0, or as many for each SM
+  bool apart = false;  // the parts of a tile are no cluster: another kernel merges them
 };
 
 // slots_of(parts): thread blocks that run at a time, in clusters of so many
 using SlotsOf = int (*)(int parts);
 
 // Of what the parameters leave open; for a kernel of these head dims and features. With num_splits
-// of -n, tiles left over are divided into n parts.
+// of -n, tiles left over are divided into n parts; with kApart - n, all tiles, into n parts that
+// are no clusters.
+constexpr int kApart = -64;
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
                          int headdim_v, SlotsOf slots_of);
 

@@ -67,10 +67,10 @@ struct QuantisedRow {
     if constexpr (kIsRaw && kMayTranspose) {
       if (plan.tile == 1) {
         wanted.add_kept_zero("counters", params.counters);
-        return prepare_kernel<Config<Values::kRows, false>>(params, INT_MAX);
+        return prepare_kernel<Config<Values::kRows, false>>(params, INT_MAX, false, wanted);
       }
     }
-    auto attend = prepare_plan<Config<kValues, false>, Divided>(plan.whole, params, wanted);
+    auto attend = prepare_plan<Config<kValues, false>, Divided>(plan, params, wanted);
     if constexpr (kIsRaw) {
       return [transpose = prepare_transpose<kHeadDimV>(params, wanted), attend](
                  const Params& bound, cudaStream_t stream) {

@@ -29,6 +29,7 @@ struct ForwardSchedule : TileRows, TileSchedule {
   bool clear_tail;         // there may be anything but zeros behind a sequence's last value
   bool lengths_on_device;  // to know a tile's keys, device memory is read
   bool boxes_out;          // the rows of a warp are a box of the output
+  bool apart;              // the parts of a divided tile are no cluster
   bool mixed;              // some sequences may decode, where others have several blocks of queries
 };
 

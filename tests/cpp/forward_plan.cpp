@@ -1,5 +1,6 @@
-// The plan of the Hopper forward in FP8 (sm90/forward_plan.cpp) on an H200: of each shape it reads
-// and prints how many parts the keys of a tile are divided into.
+// The plan of the Hopper forward (sm90/forward_plan.cpp) on an H200: of each shape it reads and
+// prints how many parts the keys of a tile are divided into; in 16 bits, the candidate of
+// benchmarks/tiles.py.
 #include "sm90/forward_plan.cpp"
 
 #include <cstdio>
@@ -32,13 +33,19 @@ int main() {
     params.window_left = -1;
     params.window_right = causal ? 0 : -1;
     params.tile = -1;
+    const auto slots_of = [](int parts) { return parts * kClusters[parts - 1]; };
+    if (level == 4) {
+      const ForwardPlan plan = plan_forward(params, FeatureSet::kPlain, std::max(headdim, 64),
+                                            std::max(headdim, 64), slots_of);
+      std::printf("%dx%d\n", plan.tile, plan.apart ? kApart - plan.splits : plan.splits);
+      continue;
+    }
     const bool raw = level == 0;  // e4m3; else fast, balanced, accurate
     const Values values = raw ? Values::kPlain : level < 3 ? Values::kScaled : Values::kOf16Bits;
     const ForwardTile tile = quantised_tile(headdim, FeatureSet::kPlain, values);
     const bool may_transpose = raw && headdim % 64 == 0 && headdim != 192 && headdim <= 128;
     const ForwardPlan plan =
-        plan_quantised(params, FeatureSet::kPlain, headdim, headdim, tile, may_transpose,
-                       [](int parts) { return parts * kClusters[parts - 1]; });
-    std::printf("%d\n", plan.splits);
+        plan_quantised(params, FeatureSet::kPlain, headdim, headdim, tile, may_transpose, slots_of);
+    std::printf("%d\n", plan.apart ? kApart - plan.splits : plan.splits);
   }
 }
