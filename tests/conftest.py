@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Verbosity, settings
 
 import flash_attn
 from flash_attn import _backends
+from flash_attn._backends import cuda
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -144,6 +145,17 @@ def device_fixture(*backends: str) -> Callable[..., Iterator[str]]:
             yield name
 
     return device
+
+
+def decode_fixture(decodes: bool) -> Callable[..., Iterator[None]]:
+    """The fixture of a module in whose tests few queries run in the decode kernel, or never do."""
+
+    @pytest.fixture(autouse=True)
+    def decode_kernel() -> Iterator[None]:
+        with cuda.changed_setting("decode", decodes):
+            yield
+
+    return decode_kernel
 
 
 device = device_fixture(*BACKENDS)

@@ -5,13 +5,12 @@ What lies in no sequence is NaN: the slack of caches, pages that are not in use,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import KERNELS, device_fixture
+from conftest import KERNELS, decode_fixture, device_fixture
 from helpers import (
     NAN,
     OPTIONS,
@@ -41,13 +40,7 @@ from flash_attn._backends import cuda
 pytestmark = pytest.mark.gpu
 
 device = device_fixture(*KERNELS)
-
-
-@pytest.fixture(autouse=True)
-def forced() -> Iterator[None]:
-    with cuda.changed_setting("decode", True):
-        yield
-
+decode_kernel = decode_fixture(True)
 
 BF16 = {"dtype": torch.bfloat16}
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 129, 300]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from conftest import KERNELS, device_fixture
+from conftest import KERNELS, decode_fixture, device_fixture
 from helpers import NAN, OPTIONS, captured, check, dense, int32, run, varlen
 from oracle import assert_matches_oracle
 from test_kernels import MASKS, of_each_kernel
@@ -19,13 +17,7 @@ from flash_attn._backends import cuda
 pytestmark = pytest.mark.gpu
 
 device = device_fixture(*KERNELS)
-
-
-@pytest.fixture(autouse=True)
-def not_decoding() -> Iterator[None]:
-    """Few queries run in the forward here; the decode kernel has test_decode.py."""
-    with cuda.changed_setting("decode", False):
-        yield
+decode_kernel = decode_fixture(False)  # that kernel has test_decode.py
 
 
 def check_options(device: str, options: str, splits: int, headdims: tuple[int, int]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import backend_params, device_fixture
+from conftest import backend_params, decode_fixture, device_fixture
 from helpers import (
     APART,
     NAN,
@@ -49,13 +49,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
 
 device = device_fixture("cuda-sm90")
-
-
-@pytest.fixture(autouse=True)
-def not_decoding() -> Iterator[None]:
-    """Few queries run in the forward here; the decode kernel has test_decode.py."""
-    with cuda.changed_setting("decode", False):
-        yield
+decode_kernel = decode_fixture(False)  # that kernel has test_decode.py
 
 
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (40, 10)}}

@@ -3,19 +3,11 @@
 #include <cstdio>
 #include <utility>
 
+#include "h200_on_host.h"
 #include "sm80/forward_plan.h"
 
 using namespace flash;
 using namespace flash::sm80;
-
-extern "C" {
-cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = 132, cudaSuccess;
-}
-const char* cudaGetErrorName(cudaError_t) { return ""; }
-const char* cudaGetErrorString(cudaError_t) { return ""; }
-}
 
 template <int kHeadDim, int kHeadDimV, int... kChoices>
 ForwardPlan plan(const ForwardParams& params, std::integer_sequence<int, kChoices...>) {
