@@ -437,15 +437,17 @@ def test_values_are_transposed_before_or_inside(on_kernels, layout, options, hea
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, APART - 3])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("headdim", "longest"),
-    [(64, 2000), (48, 2000), (128, 2000), (256, 1024), (208, 1024), (256, 2000)],
+    [(64, 2000), (48, 2000), (128, 2000), (256, 1024), (208, 1024), (256, 2000), (256, 3600)],
 )
-def test_values_transposed_inside_have_the_same_bits(on_kernels, headdim, longest, causal):
+def test_values_transposed_inside_have_the_same_bits(on_kernels, headdim, longest, causal, parts):
     """More tiles than SMs, blocks of keys with and without an end, NaN behind sequences.
 
-    With more than 128 columns and 1024 keys they are transposed before, whatever is asked for.
+    Undivided, with more than 128 columns and 1024 keys, they are transposed before, whatever is
+    asked for.
     """
     lengths = [longest, 0, 1, 77, 640, 129, 1023]
     bounds = int32([0, *accumulate(lengths)], on_kernels)
@@ -458,7 +460,7 @@ def test_values_transposed_inside_have_the_same_bits(on_kernels, headdim, longes
     packed = (q, k, v, bounds, bounds, longest, longest)
     found = []
     for tile in (0, 1):
-        with cuda.changed_setting("tile", tile):
+        with cuda.changed_setting("tile", tile), cuda.changed_setting("num_splits", parts):
             found.append(
                 flash_attn_varlen_func(*packed, causal=causal, return_attn_probs=True)[:2]
                 + flash_attn_func(*even, causal=causal, return_attn_probs=True)[:2]

@@ -3,8 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
-#include <queue>
+#include <map>
 #include <vector>
 
 namespace flash {
@@ -31,17 +30,18 @@ inline float makespan(const std::vector<Work>& all, int workers) {
     return std::max_element(all.begin(), all.end(), is_shorter)->time;
   }
   if (count > int64_t{kManyPieces} * workers) return sum / workers + all.back().time / 2;
-  std::priority_queue<float, std::vector<float>, std::greater<float>> ends;
+  std::map<float, int64_t> free{{0.f, workers}};  // from when on how many workers are
   float last = 0.f;
   for (const Work& work : all) {
-    for (int64_t i = 0; i < work.count; ++i) {
-      float end = work.time;
-      if (static_cast<int>(ends.size()) == workers) {
-        end += ends.top();
-        ends.pop();
-      }
-      ends.push(end);
-      last = end > last ? end : last;
+    for (int64_t left = work.count; left > 0;) {
+      const auto first = free.begin();
+      const float end = first->first + work.time;
+      const int64_t taken = std::min(left, first->second);
+      left -= taken;
+      first->second -= taken;
+      if (first->second == 0) free.erase(first);
+      free[end] += taken;
+      last = std::max(last, end);
     }
   }
   return last;

@@ -18,10 +18,7 @@
 
 namespace flash::sm80 {
 
-// What the parts of a launch leave takes at most so much memory, but that of one block of queries
-// of all heads, whatever it takes.
-constexpr int64_t kMostPartBytes = 64 << 20;
-
+// Of divided tiles what leaves kMostPartBytes at most, or one block of queries of all heads.
 struct LaunchSize {
   int m_blocks, batch;  // blocks of queries, sequences
 

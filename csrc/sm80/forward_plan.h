@@ -13,6 +13,7 @@
 #include "host/known_sequences.h"
 #include "host/launch.h"
 #include "host/makespan.h"
+#include "host/merge_time.h"
 #include "params.h"
 #include "sm80/forward_config.cuh"
 #include "sm80/tile_choice.h"
@@ -30,10 +31,11 @@ struct ForwardPlan {
 };
 
 constexpr int kMostSplits = 32;
-
-// The merging of parts: microseconds once and for each 8 of a tile, and bytes that are written and
-// read in one.
-constexpr float kMerge = 1.74f, kMergeEight = 0.94f, kMergedBytes = 8e6f;
+// Parts for each thread block that runs at once, at most.
+constexpr int kMostWaves = 6;
+// What the parts of a launch leave takes at most so much memory, but that of one block of queries
+// of all heads, whatever it takes.
+constexpr int64_t kMostPartBytes = 64 << 20;
 
 // Microseconds on an H200, beside those of a launch that does nothing. At most `fitting` thread
 // blocks run on an SM at once.
@@ -71,27 +73,38 @@ inline float predicted_time(const ForwardParams& params, const ForwardTile& tile
       const int64_t rows = tile.block_m, heads = params.nheads * (in_order ? 1 : x.count());
       for (int64_t first = (x.queries() - 1) / rows * rows; first >= 0; first -= rows) {
         const float steps = steps_of(x, first), shared = std::min(steps, most_shared);
-        all.push_back({heads * splits, tile.ends + (steps - shared) * tile.step + shared * step});
+        const float time = tile.ends + (steps - shared) * tile.step + shared * step;
+        all.push_back({heads * splits, time + (splits > 1 && blocks > workers ? kLaterPart : 0.f)});
       }
     }
   }
   const float time = makespan(all, workers);
   if (splits == 1) return time;
-  const auto floats = static_cast<float>(blocks * tile.block_m * headdim_v);
-  return time + kMerge + kMergeEight * ((splits + 7) / 8) +
-         2 * sizeof(float) * floats / kMergedBytes;
+  return time + merge_time(splits, blocks * tile.block_m * headdim_v);
 }
 
-// Into how many parts it is worth trying to divide keys: all parts run at once, and have some keys.
-inline int most_splits(const ForwardParams& params, const ForwardTile& tile, int fitting) {
+// The numbers of parts that are worth trying: of as many as run at once at most, and of more where
+// few places stay free in the end.
+inline std::vector<int> likely_splits(const ForwardParams& params, const ForwardTile& tile,
+                                      int fitting, int headdim_v) {
   const int64_t tiles =
       int64_t{params.batch} * params.nheads * ((params.seqlen_q - 1) / tile.block_m + 1);
+  const int64_t slots = int64_t{multiprocessors()} * fitting;
+  const int64_t tile_bytes =
+      int64_t{tile.block_m} * headdim_v * static_cast<int64_t>(sizeof(float));
   int64_t steps = 0;
   for (const KnownSequences& x : known_sequences(params)) {
     steps = std::max(steps, x.steps(x.queries() - 1, x.queries(), tile.block_n));
   }
-  return static_cast<int>(
-      std::min<int64_t>({int64_t{multiprocessors()} * fitting / tiles, steps, kMostSplits}));
+  const int64_t most = std::min<int64_t>(steps, kMostSplits);
+  std::vector<int> found{1};
+  const auto add = [&](int64_t splits) { found.push_back(static_cast<int>(splits)); };
+  for (int64_t splits = 2; splits <= std::min(slots / tiles, most); ++splits) add(splits);
+  for (int64_t waves = 2; waves <= kMostWaves; ++waves) {
+    const int64_t splits = waves * slots / tiles, bytes = tiles * splits * tile_bytes;
+    if (splits > 1 && splits <= most && bytes <= kMostPartBytes) add(splits);
+  }
+  return found;
 }
 
 // With a shape of which at least one thread block fits the shared memory. Where num_splits is given
@@ -115,8 +128,7 @@ ForwardPlan plan_forward(const ForwardParams& params, int headdim_v,
         std::min(fitting_blocks(shared_bytes, params.shared_memory), tile.blocks_per_sm);
     if (fitting < 1) continue;
     if (given > 0) return {i, given};
-    const int most = std::max(most_splits(params, tile, fitting), 1);
-    for (int splits = 1; splits <= most; ++splits) {
+    for (int splits : likely_splits(params, tile, fitting, headdim_v)) {
       const float time = predicted_time(params, tile, fitting, splits, headdim_v);
       if (time >= least_time) continue;
       least_time = time;

@@ -85,13 +85,14 @@ struct ForwardConfig {
   // the error is small.
   static constexpr int kRoundedBits = 3;
   static constexpr bool kManyRegisters = kConsumers == 2 && kStreams == 1;
-  // Steps of Q, kWgmmaDepth columns each, that consumers keep in registers where there is room:
-  // their products read less shared memory.
+  // Steps of Q, kWgmmaDepth columns each, that consumers keep in registers where there is room and
+  // it pays (docs/design-notes.md): their products read less shared memory.
   static constexpr int kAllSteps = kHeadDim / kWgmmaDepth<T>;
-  static constexpr bool kRoomForQ = !kScaled || (kLinear && kHeadDim <= 128);
-  static constexpr int kQSteps = !kQuantised                                ? kTile.q_steps
-                                 : kManyRegisters && !kDivided && kRoomForQ ? kAllSteps
-                                                                            : 0;
+  static constexpr bool kKeepsQ =
+      kDivided ? !kScaled && kHeadDim == 256 : !kScaled || (kLinear && kHeadDim <= 128);
+  static constexpr int kQSteps = !kQuantised                 ? kTile.q_steps
+                                 : kManyRegisters && kKeepsQ ? kAllSteps
+                                                             : 0;
   static constexpr bool kQInRegisters = kQSteps == kAllSteps;
   // Registers of P that are computed beside P V of the block before, as measured
   // (docs/design-notes.md): of 16 bits, linear, rounded.
@@ -100,17 +101,21 @@ struct ForwardConfig {
                                     : kHeadDim == 192           ? 4
                                                                 : 2;
   static constexpr int kAllCodes = kBlockN / 8;
-  static constexpr int kLinearAhead = !kManyRegisters   ? (kWhole || kTransposes ? 0 : 2)
-                                      : kHeadDim == 192 ? (kWhole ? 2 : 4)
+  static constexpr int kLinearAhead = !kManyRegisters
+                                          ? (kWhole || (kTransposes && !kDivided) ? 0 : 2)
+                                      : kHeadDim == 192                       ? (kWhole ? 2 : 4)
                                       : kHeadDim == 128 && kScaled && !kWhole ? 4
                                                                               : kAllCodes;
-  static constexpr int kRoundedAhead = !kManyRegisters || kTransposes ? 0 : kQInRegisters ? 2 : 4;
+  static constexpr int kRoundedAhead = !kManyRegisters || (kTransposes && !kDivided) ? 0
+                                       : kQInRegisters                               ? 2
+                                                                                     : 4;
   static constexpr int kAhead = !kQuantisedValues ? kWideAhead
                                 : kLinear         ? kLinearAhead
                                                   : kRoundedAhead;
-  // Whether long rows are summed (long_sum.cuh). Where exponentials are rounded, a kernel that
-  // transposes values could not sum as its fellow does, bit for bit: it takes kSummedKeys at most.
-  static constexpr bool kSums = kQuantisedValues && !(kTransposes && !kLinear);
+  // Whether long rows are summed (long_sum.cuh). Where exponentials are rounded and keys are not
+  // divided, a kernel that transposes values could not sum as its fellow does, bit for bit: it
+  // takes kSummedKeys at most.
+  static constexpr bool kSums = kQuantisedValues && !(kTransposes && !kLinear && !kDivided);
   using Probabilities = std::conditional_t<
       !kQuantisedValues, WideProbabilities<V, kBlockN / 8, kAhead>,
       std::conditional_t<kLinear, LinearProbabilities<kBlockN / 8, kAhead>,

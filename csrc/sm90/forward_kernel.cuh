@@ -269,7 +269,7 @@ __device__ void produce_values(Producer<Config> producer) {
 
 // Transposes the values of the same blocks: square `number`, and that kTransposers behind it.
 template <typename Config>
-__device__ void transpose_values(const ForwardSchedule& schedule,
+__device__ void transpose_values(const ForwardParams& params, const ForwardSchedule& schedule,
                                  typename Config::SharedStorage& shared, int number, int lane) {
   constexpr int kSquaresOfKeys = Config::kHeadDimV / kSquareRows;
   const SquareTransposer transposer(lane);
@@ -277,12 +277,12 @@ __device__ void transpose_values(const ForwardSchedule& schedule,
   TileState<Config> tile_state;
   for (;;) {
     const typename Config::Sent& tile = shared.tiles.look(tile_state);
-    const bool exists = tile.batch >= 0;
-    const auto blocks = tile.range.blocks;
-    const int seqlen_k = tile.range.sequence.seqlen_k;
+    if (tile.batch < 0) break;
+    const auto& range = range_of<Config>(params, schedule, tile);
+    const auto blocks = range.blocks;
+    const int seqlen_k = range.sequence.seqlen_k;
     shared.tiles.release(tile_state, lane);
     tile_state.advance();
-    if (!exists) break;
     blocks.for_each([&](const auto& block) {
       const int stage = state.stage();
       wait(shared.rows_full[stage], state.phase());
@@ -523,7 +523,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (helper == 1) produce_keys(producer);
       if (helper == 2) {
         if constexpr (Config::kTwoTranspose) {
-          transpose_values<Config>(schedule, shared, 1, lane);
+          transpose_values<Config>(params, schedule, shared, 1, lane);
         } else {
           produce_values(producer);
         }
@@ -534,7 +534,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (helper == 3) {
       ptx::wait_for_earlier_kernels();
       ptx::let_next_kernel_start();
-      if constexpr (Config::kTransposes) transpose_values<Config>(schedule, shared, 0, lane);
+      if constexpr (Config::kTransposes) {
+        transpose_values<Config>(params, schedule, shared, 0, lane);
+      }
       if (params.cu_seqlens_q != nullptr) {
         clear_gaps<typename Config::Out>(params, blockIdx.x, gridDim.x, lane);
       }

@@ -9,6 +9,7 @@
 #include "host/known_sequences.h"
 #include "host/launch.h"
 #include "host/makespan.h"
+#include "host/merge_time.h"
 #include "sm90/forward_tile.h"
 
 namespace flash::sm90 {
@@ -21,9 +22,10 @@ constexpr float kAlike = 0.9f;
 // cluster are free.
 constexpr float kSecondLaunch = 45.f;
 
-// Of parts that are no clusters: microseconds of another kernel, for each 8 of a tile, and bytes
-// that are written and read in one.
-constexpr float kMergeApart = 2.f, kMergeEight = 0.94f, kMergedBytes = 8e6f;
+// Of parts that are no clusters: so many for each SM at most. If not all run at once, they take so
+// many times as long.
+constexpr int kMostWaves = 6;
+constexpr float kWaves = 1.03f;
 
 // A figure for a GPU with a few tiles, and for one that has a tile for each SM or more: memory is
 // busier then, and clocks are lower.
@@ -109,7 +111,7 @@ ByLoad quantised_step(int headdim) {
 // Of values in e4m3: microseconds of the pass that transposes them, and bytes that it reads and
 // writes in one. Or the part of a step that it takes longer if it transposes its block of values.
 constexpr float kTransposePass = 2.f, kTransposedBytes = 4e6f;
-constexpr float transposed_steps(int headdim_v) { return headdim_v > 128 ? 0.09f : 0.07f; }
+constexpr float transposed_steps(int headdim_v) { return headdim_v > 128 ? 0.16f : 0.1f; }
 
 // Tiles alike: a block of queries with the keys that it sees, of all heads of sequences alike.
 struct TileWork {
@@ -182,14 +184,58 @@ bool may_divide(const std::vector<TileWork>& work, int64_t tiles, int splits) {
   return most_steps(work) >= kLeastSteps * splits && tiles * splits <= 2 * multiprocessors();
 }
 
-// Microseconds of a division of all tiles into parts that are no clusters. The SMs that clusters
-// would not reach work too.
-float time_apart(const std::vector<TileWork>& work, const TileTimes& times, HeadDimTimes common,
-                 int64_t tiles, int splits, int64_t tile_floats) {
-  common.merge = common.merge_part = 0.f;
-  const auto floats = static_cast<float>(tiles * splits * tile_floats);
-  return predicted_time(work, times, common, 1, splits, multiprocessors()) + kMergeApart +
-         kMergeEight * ((splits + 7) / 8) + 2 * sizeof(float) * floats / kMergedBytes;
+// A division of all tiles.
+struct Division {
+  int splits;
+  bool apart;  // the parts of a tile are no cluster
+  float time;  // microseconds
+};
+
+// The fastest one, or into as many parts as num_splits says (see kApart). Parts that are no
+// clusters run on SMs that clusters would not reach too, and need not run at once.
+// tiles: how many there are; tile_floats: of the output of one; fewest: parts
+Division divide(const std::vector<TileWork>& work, const TileTimes& times,
+                const HeadDimTimes& common, int streams, int64_t tiles, int64_t tile_floats,
+                int num_splits, int fewest, SlotsOf slots_of) {
+  const int sms = multiprocessors();
+  const int given = std::min(num_splits, kMostSplits);
+  const int given_apart = std::min(kApart - num_splits, kMostApart);
+  Division best{1, false, INFINITY};
+  const auto consider = [&](int splits, bool apart, float time) {
+    if (splits >= fewest && time < best.time) best = {splits, apart, time};
+  };
+  const auto consider_clusters = [&](int splits) {
+    const int slots = std::max(slots_of(splits), given > 0 ? splits : 0);
+    if (slots == 0) return;
+    consider(splits, false, predicted_time(work, times, common, streams, splits, slots));
+  };
+  const auto consider_apart = [&](int splits) {
+    const bool at_once = tiles * splits <= sms;
+    HeadDimTimes merged_later = common;
+    merged_later.merge = at_once ? 0.f : kLaterPart;
+    merged_later.merge_part = 0.f;
+    const float parts = predicted_time(work, times, merged_later, 1, splits, sms);
+    consider(splits, true,
+             (at_once ? 1.f : kWaves) * parts + merge_time(splits, tiles * splits * tile_floats));
+  };
+  if (given_apart > 0) {
+    consider_apart(given_apart);
+  } else if (given != 0) {
+    consider_clusters(std::max(given, 1));
+  } else {
+    consider_clusters(1);
+    for (int splits = 2; splits <= kMostSplits; ++splits) {
+      if (may_divide(work, tiles, splits)) consider_clusters(splits);
+    }
+    const int64_t most = std::min(kMostApart, most_steps(work));
+    for (int splits = 2; splits <= std::min(sms / tiles, most); ++splits) consider_apart(splits);
+    // Of more parts than SMs: numbers of which few SMs stay free in the end.
+    for (int waves = 2; waves <= kMostWaves; ++waves) {
+      const int64_t splits = waves * sms / tiles;
+      if (splits > 1 && splits <= most) consider_apart(static_cast<int>(splits));
+    }
+  }
+  return best;
 }
 
 // A division of the tiles left over alone.
@@ -247,14 +293,6 @@ float transpose_pass_time(const ForwardParams& params, int headdim_v) {
   return kTransposePass + 2.f * keys * params.nheads_kv * headdim_v / kTransposedBytes;
 }
 
-// Microseconds that values of e4m3 take if each tile that sees them transposes them.
-// step: microseconds
-float transposing_time(const std::vector<TileWork>& work, int headdim_v, float step) {
-  float steps = 0.f;
-  for (const TileWork& tile : work) steps += static_cast<float>(tile.count) * tile.steps;
-  return steps / multiprocessors() * step * transposed_steps(headdim_v);
-}
-
 }  // namespace
 
 int heads_in_tile(const ForwardParams& params, FeatureSet features, int block_m) {
@@ -268,10 +306,6 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
                          int headdim_v, SlotsOf slots_of) {
   const int tile_shapes = count_forward_tiles(headdim, headdim_v, features);
   const HeadDimTimes common = headdim_times(headdim, headdim_v);
-  const int given = std::min(params.num_splits, kMostSplits);
-  const int given_apart = kApart - params.num_splits;
-  const int least_splits = std::max(given, 1);
-  const int most_splits = given > 0 ? given : given < 0 ? 1 : kMostSplits;
   ForwardPlan best{0, 1, 0};
   float least = INFINITY;
   for (int choice = 0; choice < tile_shapes; ++choice) {
@@ -281,83 +315,65 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
     const int group = heads_in_tile(params, features, tile.block_m);
     const int64_t tiles = count_tiles(params, group, tile.block_m);
     const std::vector<TileWork> work = forward_work(params, group, tile);
-    const auto consider = [&](int splits, int whole, float time, bool apart = false) {
+    const auto consider = [&](int splits, int whole, bool apart, float time) {
       if (time >= least) return;
       least = time;
       best = {choice, splits, whole, apart};
     };
-    const auto consider_apart = [&](int splits) {
-      const int64_t tile_floats = int64_t{tile.block_m} * headdim_v;
-      consider(splits, 0, time_apart(work, times, common, tiles, splits, tile_floats), true);
-    };
-    if (given_apart > 0) {
-      consider_apart(std::min(given_apart, kMostApart));
-      continue;
+    const int64_t tile_floats = int64_t{tile.block_m} * headdim_v;
+    const Leftover leftover = divide_leftover(params, work, tiles, tile, times, common, slots_of);
+    if (leftover.splits > 1) {
+      const float whole = predicted_time(work, times, common, 1, 1, multiprocessors());
+      consider(leftover.splits, leftover.whole, false, whole - leftover.gain);
+      if (params.num_splits < 0) continue;
     }
-    for (int splits = least_splits; splits <= most_splits; ++splits) {
-      if (given == 0 && splits > 1 && !may_divide(work, tiles, splits)) continue;
-      const int slots = slots_of(splits);
-      if (slots == 0) continue;
-      const float time = predicted_time(work, times, common, tile.streams, splits, slots);
-      if (splits == 1) {
-        const Leftover leftover =
-            divide_leftover(params, work, tiles, tile, times, common, slots_of);
-        if (leftover.splits > 1) consider(leftover.splits, leftover.whole, time - leftover.gain);
-        if (leftover.splits > 1 && given < 0) continue;
-      }
-      consider(splits, 0, time);
-    }
-    for (int splits = 2; given == 0 && splits <= kMostApart; ++splits) {
-      if (tiles * splits > multiprocessors() || most_steps(work) < splits) break;
-      consider_apart(splits);
-    }
+    const Division all = divide(work, times, common, tile.streams, tiles, tile_floats,
+                                params.num_splits, 1, slots_of);
+    consider(all.splits, 0, all.apart, all.time);
   }
   return best;
 }
 
 ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
-                           int headdim_v, const ForwardTile& tile, bool may_transpose,
+                           int headdim_v, const ForwardTile& tile, int transposed_keys,
                            SlotsOf slots_of) {
-  if (params.num_splits > 0) return {0, params.num_splits, 0};
-  const int given_apart = kApart - params.num_splits;
-  if (given_apart > 0) return {0, std::min(given_apart, kMostApart), 0, true};
   const int group = heads_in_tile(params, features, tile.block_m);
   const HeadDimTimes common = headdim_times(headdim, headdim_v);
-  const float units = tile.block_m * tile.block_n / (128.f * 64);
-  const auto times = [&](float step) {
-    return TileTimes{{kQuantisedEnds, kQuantisedEnds}, {step * units, step * units}, 0};
-  };
-  const ByLoad step = quantised_step(headdim);
   const std::vector<TileWork> work = forward_work(params, group, tile);
   const int64_t tiles = count_tiles(params, group, tile.block_m);
-  const Leftover leftover =
-      divide_leftover(params, work, tiles, tile, times(step.busy), common, slots_of);
-  if (leftover.splits > 1) return {0, leftover.splits, leftover.whole};
-  ForwardPlan best{0, 1, 0};
-  float least = predicted_time(work, times(step.idle), common, 1, 1, multiprocessors());
-  if (may_transpose) {
-    const float saved = transpose_pass_time(params, headdim_v) -
-                        transposing_time(work, headdim_v, step.busy * units);
-    best.tile = params.tile < 0 ? saved > 0 : params.tile;
-    if (best.tile == 1) least -= saved;
-  }
-  if (params.num_splits < 0 || params.tile == 1) return best;
-  for (int splits = 2; splits <= kMostSplits; ++splits) {
-    if (!may_divide(work, tiles, splits)) continue;
-    const int slots = slots_of(splits);
-    if (slots == 0) continue;
-    const float time = predicted_time(work, times(step.idle), common, 1, splits, slots);
-    if (time >= least) continue;
-    least = time;
-    best = {0, splits, 0};
-  }
+  const ByLoad step = quantised_step(headdim);
+  const float units = tile.block_m * tile.block_n / (128.f * 64);
+  const auto times_of = [&](float step) {
+    return TileTimes{{kQuantisedEnds, kQuantisedEnds}, {step * units, step * units}, 0};
+  };
   const int64_t tile_floats = int64_t{tile.block_m} * headdim_v;
-  for (int splits = 2; splits <= kMostApart; ++splits) {
-    if (tiles * splits > multiprocessors() || most_steps(work) < splits) break;
-    const float time = time_apart(work, times(step.idle), common, tiles, splits, tile_floats);
-    if (time >= least) continue;
+  const auto divided = [&](float slower, int fewest) {
+    const float of_step = tiles > multiprocessors() ? step.busy : step.idle;
+    return divide(work, times_of(of_step * slower), common, 1, tiles, tile_floats,
+                  params.num_splits, fewest, slots_of);
+  };
+  const bool may_transpose = transposed_keys > 0;
+  const float pass = may_transpose ? transpose_pass_time(params, headdim_v) : 0.f;
+  const Division all = divided(1.f, 1);
+  ForwardPlan best{0, all.splits, 0, all.apart};
+  float least = all.time + pass;
+  const auto consider = [&](const ForwardPlan& plan, float time, bool given) {
+    if (time >= least && !given) return;
     least = time;
-    best = {0, splits, 0, true};
+    best = plan;
+  };
+  if (may_transpose && params.tile != 0) {
+    const int fewest = params.seqlen_k > transposed_keys ? 2 : 1;
+    const Division x = divided(1 + transposed_steps(headdim_v), fewest);
+    const bool given = params.tile == 1 && x.time < INFINITY;
+    consider({1, x.splits, 0, x.apart}, x.time, given);
+  }
+  const TileTimes times = times_of(step.busy);
+  const Leftover leftover = divide_leftover(params, work, tiles, tile, times, common, slots_of);
+  if (leftover.splits > 1 && params.tile != 1) {
+    const float whole = predicted_time(work, times, common, 1, 1, multiprocessors());
+    consider({0, leftover.splits, leftover.whole}, whole + pass - leftover.gain,
+             params.num_splits < 0);
   }
   return best;
 }

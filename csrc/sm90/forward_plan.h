@@ -21,17 +21,18 @@ struct ForwardPlan {
 // slots_of(parts): thread blocks that run at a time, in clusters of so many
 using SlotsOf = int (*)(int parts);
 
-// Of what the parameters leave open; for a kernel of these head dims and features. With num_splits
-// of -n, tiles left over are divided into n parts; with kApart - n, all tiles, into n parts that
-// are no clusters.
+// With num_splits of kApart - n all tiles are divided into n parts that are no clusters, with -n
+// tiles left over into clusters of n parts.
 constexpr int kApart = -64;
+
+// Of what the parameters leave open; for a kernel of these head dims and features.
 ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int headdim,
                          int headdim_v, SlotsOf slots_of);
 
-// The same of operands in 8 bits, with this tile shape. With may_transpose, tile 1 is that shape
-// too, but transposes values itself; it is not divided.
+// The same of operands in 8 bits, with this tile shape. Tile 1 has that shape too, but transposes
+// values of e4m3 itself: of undivided keys at most so many. If 0, there is no such tile.
 ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int headdim,
-                           int headdim_v, const ForwardTile& tile, bool may_transpose,
+                           int headdim_v, const ForwardTile& tile, int transposed_keys,
                            SlotsOf slots_of);
 
 // Heads of a tile of block_m rows: 1, or all of a group if that saves tiles. With one query a tile

@@ -97,9 +97,11 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     SoftmaxState<1> softmax(scale_log2, no_sinks, false);
     using Sum = std::conditional_t<Config::kSums, LongSum<Config>, NoLongSum>;
     Sum long_sum(shared.warp_stages);
-    // It takes `out` within a step or, where nothing is computed ahead, between two loops of steps.
+    // It takes `out` within a step or, where keys are divided or nothing is computed ahead, between
+    // two loops of steps.
     constexpr bool kSomeAhead = Config::kAhead > 0;
-    constexpr bool kSumInStep = Config::kSums && !Config::kLinear && kSomeAhead;
+    constexpr bool kSumInStep =
+        Config::kSums && !Config::kLinear && !Config::kDivided && kSomeAhead;
     constexpr bool kSumBetween = Config::kSums && !kSumInStep;
     const ScoreTransform transform(params, tile.batch, tile.head, mask.shift);
     TileScales<kFull> scales(params, tile);

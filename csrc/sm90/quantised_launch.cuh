@@ -57,17 +57,16 @@ struct QuantisedRow {
   static Launcher prepare_values(Params& params, Workspaces& wanted) {
     using Divided = Config<kValues, true>;
     constexpr bool kIsRaw = kValues == Values::kPlain;
-    bool may_transpose = kIsRaw && kMayTranspose;
+    int transposed_keys = 0;
     if constexpr (kIsRaw && kMayTranspose) {
-      if (!Config<Values::kRows, false>::kSums) may_transpose = params.seqlen_k <= kSummedKeys;
+      transposed_keys = Config<Values::kRows, false>::kSums ? INT_MAX : kSummedKeys;
     }
     const ForwardPlan plan = plan_quantised(params, kFeatures, kHeadDim, kHeadDimV, Divided::kTile,
-                                            may_transpose, slots_of<Divided>);
-    params.num_splits = plan.splits;
+                                            transposed_keys, slots_of<Divided>);
     if constexpr (kIsRaw && kMayTranspose) {
       if (plan.tile == 1) {
-        wanted.add_kept_zero("counters", params.counters);
-        return prepare_kernel<Config<Values::kRows, false>>(params, INT_MAX, false, wanted);
+        return prepare_plan<Config<Values::kRows, false>, Config<Values::kRows, true>>(plan, params,
+                                                                                       wanted);
       }
     }
     auto attend = prepare_plan<Config<kValues, false>, Divided>(plan, params, wanted);

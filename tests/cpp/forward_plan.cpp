@@ -1,21 +1,13 @@
 // The plan of the Hopper forward (sm90/forward_plan.cpp) on an H200: of each shape it reads and
-// prints how many parts the keys of a tile are divided into; in 16 bits, the candidate of
-// benchmarks/tiles.py.
+// prints the tile and how many parts its keys are divided into, as benchmarks/tiles.py does.
 #include "sm90/forward_plan.cpp"
 
 #include <cstdio>
 
+#include "h200_on_host.h"
+
 using namespace flash;
 using namespace flash::sm90;
-
-extern "C" {
-cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = 132, cudaSuccess;
-}
-const char* cudaGetErrorName(cudaError_t) { return ""; }
-const char* cudaGetErrorString(cudaError_t) { return ""; }
-}
 
 // Clusters that run at a time, by their size.
 constexpr int kClusters[] = {132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7};
@@ -34,18 +26,22 @@ int main() {
     params.window_right = causal ? 0 : -1;
     params.tile = -1;
     const auto slots_of = [](int parts) { return parts * kClusters[parts - 1]; };
+    ForwardPlan plan{};
     if (level == 4) {
-      const ForwardPlan plan = plan_forward(params, FeatureSet::kPlain, std::max(headdim, 64),
-                                            std::max(headdim, 64), slots_of);
-      std::printf("%dx%d\n", plan.tile, plan.apart ? kApart - plan.splits : plan.splits);
-      continue;
+      plan = plan_forward(params, FeatureSet::kPlain, std::max(headdim, 64), std::max(headdim, 64),
+                          slots_of);
+    } else {
+      const bool raw = level == 0;  // e4m3; else fast, balanced, accurate
+      const Values values = raw ? Values::kPlain : level < 3 ? Values::kScaled : Values::kOf16Bits;
+      const ForwardTile tile = quantised_tile(headdim, FeatureSet::kPlain, values);
+      const int transposed_keys = !raw || headdim % 64 != 0 || headdim == 192 ? 0
+                                  : headdim == 256                            ? 1024
+                                                                              : INT_MAX;
+      plan = plan_quantised(params, FeatureSet::kPlain, headdim, headdim, tile, transposed_keys,
+                            slots_of);
     }
-    const bool raw = level == 0;  // e4m3; else fast, balanced, accurate
-    const Values values = raw ? Values::kPlain : level < 3 ? Values::kScaled : Values::kOf16Bits;
-    const ForwardTile tile = quantised_tile(headdim, FeatureSet::kPlain, values);
-    const bool may_transpose = raw && headdim % 64 == 0 && headdim != 192 && headdim <= 128;
-    const ForwardPlan plan =
-        plan_quantised(params, FeatureSet::kPlain, headdim, headdim, tile, may_transpose, slots_of);
-    std::printf("%d\n", plan.apart ? kApart - plan.splits : plan.splits);
+    std::printf("%dx%d\n", plan.tile, plan.whole > 0  ? -plan.splits
+                                         : plan.apart    ? kApart - plan.splits
+                                                         : plan.splits);
   }
 }
