@@ -156,6 +156,25 @@ PRESETS = {
         providers=("sm90", "sm80", "fa3", "flash", "cudnn"),
         others={"timing": "graph", "direction": ["forward"]},
     ),
+    # As many tiles as SMs or up to twice as many: seldom a number that SMs share evenly.
+    "few-waves": Preset(
+        [
+            chunk(nheads, headdim, queries, keys)
+            for headdim in (64, 128, 256)
+            for nheads, queries, keys in (
+                (72, 128, 32768),
+                (28, 640, 10000),
+                (40, 512, 16384),
+                (40, 512, 65536),
+                (20, 1024, 32768),
+                (16, 1500, 6000),
+                (24, 1024, 8192),
+                (12, 2048, 16384),
+            )
+        ],
+        providers=("sm90", "sm80", "fa3", "flash", "cudnn"),
+        others={"timing": "graph", "direction": ["forward"]},
+    ),
     "decode": Preset(
         [
             *(decoding(1, 1024 * n) for n in (1, 8, 32, 128)),

@@ -7,8 +7,7 @@ The regret of a shape is the time of the library's choice over that of the faste
 Prints a table, writes NAME.json, with all times, and NAME.csv into ``benchmarks/results/<gpu>/``.
 
 ``--fp8`` times the forward in FP8. A call of a level counts with the pass that quantises k and v.
-The inputs of ``e4m3`` are quantised before; its tile 1 transposes values itself, if keys are not
-divided.
+The inputs of ``e4m3`` are quantised before; its tile 1 transposes values itself.
 """
 
 from __future__ import annotations

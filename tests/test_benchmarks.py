@@ -227,7 +227,7 @@ def test_presets(name):
     assert a.providers == ["sm90", "tiled"] and a.output == f"attention-{name}"
     a = attention.parse(arguments, "cuda")
     assert a.providers[0] == "sm90" and a.baseline in a.providers[1:]
-    in_graphs = ("short", "few-tiles", "decode", "models")
+    in_graphs = ("short", "few-tiles", "few-waves", "decode", "models")
     assert a.timing == ("graph" if name in in_graphs else "launch")
     a = attention.parse([*arguments, "--timing", "launch", "--no-flush-l2"], "cuda")
     assert a.timing == "launch" and not a.flush_l2
@@ -236,7 +236,7 @@ def test_presets(name):
     for case in cases:
         assert case.direction == "forward" and sum(case.lengths) == case.tokens
         assert max(case.lengths) == case.seqlen and case.flops > 0
-        assert (case.queries > 0) == (name in ("few-tiles", "decode"))
+        assert (case.queries > 0) == (name in ("few-tiles", "few-waves", "decode"))
         assert min(case.lengths[:-1], default=case.seqlen) >= case.shortest
     heads = {(case.nheads, case.nheads_kv) for case in cases}
     if name == "gqa":
@@ -251,6 +251,9 @@ def test_presets(name):
         assert all(case.model for case in cases) and a.peers == ["fa3", "cudnn"]
         assert {(71, 1), (128, 128), (14, 2)} <= heads
         assert {case.headdims for case in cases} >= {(192, 128), (40, 40)}
+    elif name == "few-waves":
+        tiles = {case.nheads * case.queries / presets.BLOCK for case in cases}
+        assert 66 < min(tiles) and max(tiles) < 264
     elif name == "few-tiles":
         assert heads == {(nheads, nheads // 4) for nheads in (4, 8, 16, 32)}
     else:
