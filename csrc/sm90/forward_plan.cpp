@@ -111,7 +111,9 @@ ByLoad quantised_step(int headdim) {
 // Of values in e4m3: microseconds of the pass that transposes them, and bytes that it reads and
 // writes in one. Or the part of a step that it takes longer if it transposes its block of values.
 constexpr float kTransposePass = 2.f, kTransposedBytes = 4e6f;
-constexpr float transposed_steps(int headdim_v) { return headdim_v > 128 ? 0.16f : 0.1f; }
+constexpr ByLoad transposed_steps(int headdim_v) {
+  return headdim_v > 128 ? ByLoad{0.16f, 0.09f} : ByLoad{0.1f, 0.07f};
+}
 
 // Tiles alike: a block of queries with the keys that it sees, of all heads of sequences alike.
 struct TileWork {
@@ -347,9 +349,9 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
     return TileTimes{{kQuantisedEnds, kQuantisedEnds}, {step * units, step * units}, 0};
   };
   const int64_t tile_floats = int64_t{tile.block_m} * headdim_v;
+  const auto now = [&](const ByLoad& x) { return tiles > multiprocessors() ? x.busy : x.idle; };
   const auto divided = [&](float slower, int fewest) {
-    const float of_step = tiles > multiprocessors() ? step.busy : step.idle;
-    return divide(work, times_of(of_step * slower), common, 1, tiles, tile_floats,
+    return divide(work, times_of(now(step) * slower), common, 1, tiles, tile_floats,
                   params.num_splits, fewest, slots_of);
   };
   const bool may_transpose = transposed_keys > 0;
@@ -364,7 +366,7 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
   };
   if (may_transpose && params.tile != 0) {
     const int fewest = params.seqlen_k > transposed_keys ? 2 : 1;
-    const Division x = divided(1 + transposed_steps(headdim_v), fewest);
+    const Division x = divided(1 + now(transposed_steps(headdim_v)), fewest);
     const bool given = params.tile == 1 && x.time < INFINITY;
     consider({1, x.splits, 0, x.apart}, x.time, given);
   }
