@@ -156,7 +156,7 @@ PRESETS = {
         providers=("sm90", "sm80", "fa3", "flash", "cudnn"),
         others={"timing": "graph", "direction": ["forward"]},
     ),
-    # As many tiles as SMs or up to twice as many: seldom a number that SMs share evenly.
+    # One or two waves of tiles, of which the last is seldom full.
     "few-waves": Preset(
         [
             chunk(nheads, headdim, queries, keys)

@@ -14,7 +14,6 @@ from conftest import KERNELS, decode_fixture, device_fixture
 from helpers import (
     NAN,
     OPTIONS,
-    captured,
     check,
     dense,
     dtype_name,
@@ -30,7 +29,7 @@ from oracle import Decode, assert_matches_oracle, index_of
 from test_kernels import BEYOND, HALF, of_each_kernel
 from test_kvcache import call as call_kvcache
 from test_kvcache import check as check_kvcache
-from test_kvcache import decode
+from test_kvcache import check_graph, decode
 from test_repeated_calls import prepared
 
 import flash_attn
@@ -339,14 +338,7 @@ def test_graph(device):
     """Replayed, with lengths that change in between."""
     case = decode([300, 5], 1, 0, 301, nheads=8, headdim=128, device=device, **BF16)
     with splits(4):
-        graph, results = captured(lambda: call_kvcache(case))
-        for lengths in ([300, 5], [1, 0], [64, 4]):
-            case.cache_seqlens.copy_(int32(lengths, device))
-            for x in results:
-                x.fill_(NAN)
-            graph.replay()
-            for found, expected in zip(results, call_kvcache(case), strict=True):
-                assert torch.equal(found, expected)
+        check_graph(case, [300, 5], [1, 0], [64, 4])
     assert_counters_are_zero()
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import KERNELS, decode_fixture, device_fixture
-from helpers import NAN, OPTIONS, captured, check, dense, int32, run, varlen
+from helpers import OPTIONS, check, dense, run, varlen
 from oracle import assert_matches_oracle
 from test_kernels import MASKS, of_each_kernel
-from test_kvcache import call as call_kvcache
 from test_kvcache import check as check_kvcache
-from test_kvcache import decode
+from test_kvcache import check_graph, decode
 
 from flash_attn._backends import cuda
 
@@ -80,20 +79,13 @@ def test_divided_keys_are_deterministic(device, mask, headdim):
     check_bits(device, mask, headdim, 6)
 
 
-def check_graph(device: str, splits: int) -> None:
-    """Replayed, with lengths that change in between."""
+def check_replays(device: str, splits: int) -> None:
+    """With lengths that change in between."""
     given = {"nheads": 8, "nheads_kv": 2, "headdim": 128, "dtype": torch.bfloat16}
     case = decode([900, 513], 70, 0, 901, causal=True, device=device, **given)
     with cuda.changed_setting("num_splits", splits):
-        graph, results = captured(lambda: call_kvcache(case))
-        for lengths in ([900, 513], [70, 5], [71, 512]):
-            case.cache_seqlens.copy_(int32(lengths, device))
-            for x in results:
-                x.fill_(NAN)
-            graph.replay()
-            for found, expected in zip(results, call_kvcache(case), strict=True):
-                assert torch.equal(found, expected)
+        check_graph(case, [900, 513], [70, 5], [71, 512])
 
 
 def test_graph_of_divided_keys(device):
-    check_graph(device, 5)
+    check_replays(device, 5)

@@ -11,6 +11,7 @@ from helpers import (
     NAN,
     OPTIONS,
     assert_guard_intact,
+    captured,
     default_dtype,
     dtype_name,
     guarded,
@@ -154,6 +155,18 @@ def check(case: Decode, **more: Any) -> None:
         same = (kept == was) | (kept.isnan() & was.isnan())
         assert same.all(), f"{name}_cache: changed where nothing was appended"
         assert_guard_intact(getattr(problem, name))
+
+
+def check_graph(case: Decode, *lengths: list[int]) -> None:
+    """A captured call, replayed with each of these ``cache_seqlens``, has the bits of a new one."""
+    graph, results = captured(lambda: call(case))
+    for now in lengths:
+        case.cache_seqlens.copy_(int32(now))
+        for x in results:
+            x.fill_(NAN)
+        graph.replay()
+        for found, expected in zip(results, call(case), strict=True):
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=dtype_name)

@@ -37,7 +37,7 @@ from helpers import (
     varlen,
 )
 from oracle import Attention, assert_matches_oracle
-from test_divided_keys import check_bits, check_caches, check_graph, check_options
+from test_divided_keys import check_bits, check_caches, check_options, check_replays
 from test_kernels import HALF, of_each_kernel
 from torch import Tensor
 
@@ -408,7 +408,7 @@ def test_parts_that_are_no_cluster_are_deterministic(device, mask, headdim):
 
 
 def test_graph_of_parts_that_are_no_cluster(device):
-    check_graph(device, APART - 5)
+    check_replays(device, APART - 5)
 
 
 @of_each_kernel

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "host/divided_keys.h"
 #include "host/known_sequences.h"
 #include "host/launch.h"
 #include "host/makespan.h"
-#include "host/merge_time.h"
 #include "params.h"
 #include "sm80/forward_config.cuh"
 #include "sm80/tile_choice.h"
@@ -31,8 +31,6 @@ struct ForwardPlan {
 };
 
 constexpr int kMostSplits = 32;
-// Parts for each thread block that runs at once, at most.
-constexpr int kMostWaves = 6;
 // What the parts of a launch leave takes at most so much memory, but that of one block of queries
 // of all heads, whatever it takes.
 constexpr int64_t kMostPartBytes = 64 << 20;
@@ -83,28 +81,18 @@ inline float predicted_time(const ForwardParams& params, const ForwardTile& tile
   return time + merge_time(splits, blocks * tile.block_m * headdim_v);
 }
 
-// The numbers of parts that are worth trying: of as many as run at once at most, and of more where
-// few places stay free in the end.
-inline std::vector<int> likely_splits(const ForwardParams& params, const ForwardTile& tile,
-                                      int fitting, int headdim_v) {
+// Numbers of parts that are worth trying, beside 1.
+inline std::vector<int> likely_parts(const ForwardParams& params, const ForwardTile& tile,
+                                     int fitting, int headdim_v) {
   const int64_t tiles =
       int64_t{params.batch} * params.nheads * ((params.seqlen_q - 1) / tile.block_m + 1);
-  const int64_t slots = int64_t{multiprocessors()} * fitting;
-  const int64_t tile_bytes =
-      int64_t{tile.block_m} * headdim_v * static_cast<int64_t>(sizeof(float));
-  int64_t steps = 0;
+  const int64_t part_bytes = int64_t{tile.block_m} * headdim_v * static_cast<int>(sizeof(float));
+  int64_t most = 0;
   for (const KnownSequences& x : known_sequences(params)) {
-    steps = std::max(steps, x.steps(x.queries() - 1, x.queries(), tile.block_n));
+    most = std::max(most, x.steps(x.queries() - 1, x.queries(), tile.block_n));
   }
-  const int64_t most = std::min<int64_t>(steps, kMostSplits);
-  std::vector<int> found{1};
-  const auto add = [&](int64_t splits) { found.push_back(static_cast<int>(splits)); };
-  for (int64_t splits = 2; splits <= std::min(slots / tiles, most); ++splits) add(splits);
-  for (int64_t waves = 2; waves <= kMostWaves; ++waves) {
-    const int64_t splits = waves * slots / tiles, bytes = tiles * splits * tile_bytes;
-    if (splits > 1 && splits <= most && bytes <= kMostPartBytes) add(splits);
-  }
-  return found;
+  most = std::min<int64_t>({most, kMostSplits, kMostPartBytes / (tiles * part_bytes)});
+  return likely_splits(tiles, int64_t{multiprocessors()} * fitting, most);
 }
 
 // With a shape of which at least one thread block fits the shared memory. Where num_splits is given
@@ -122,18 +110,21 @@ ForwardPlan plan_forward(const ForwardParams& params, int headdim_v,
   size_t least_bytes = SIZE_MAX;
   for (int i = 0; i < static_cast<int>(kShapes); ++i) {
     if (params.tile >= 0 && i != params.tile) continue;
-    const auto& [tile, shared_bytes] = shapes[i];
+    const ForwardTile& tile = shapes[i].tile;
+    const size_t shared_bytes = shapes[i].shared_bytes;
     least_bytes = std::min(least_bytes, shared_bytes);
     const int fitting =
         std::min(fitting_blocks(shared_bytes, params.shared_memory), tile.blocks_per_sm);
     if (fitting < 1) continue;
     if (given > 0) return {i, given};
-    for (int splits : likely_splits(params, tile, fitting, headdim_v)) {
+    const auto consider = [&](int splits) {
       const float time = predicted_time(params, tile, fitting, splits, headdim_v);
-      if (time >= least_time) continue;
+      if (time >= least_time) return;
       least_time = time;
       best = {i, splits};
-    }
+    };
+    consider(1);
+    for (int splits : likely_parts(params, tile, fitting, headdim_v)) consider(splits);
   }
   if (best.tile >= 0) return best;
   if (params.tile >= 0) {

@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "host/divided_keys.h"
 #include "host/known_sequences.h"
 #include "host/launch.h"
 #include "host/makespan.h"
-#include "host/merge_time.h"
 #include "sm90/forward_tile.h"
 
 namespace flash::sm90 {
@@ -22,10 +22,8 @@ constexpr float kAlike = 0.9f;
 // cluster are free.
 constexpr float kSecondLaunch = 45.f;
 
-// Of parts that are no clusters: so many for each SM at most. If not all run at once, they take so
-// many times as long.
-constexpr int kMostWaves = 6;
-constexpr float kWaves = 1.03f;
+// Several rounds of parts that are no clusters take so many times as long.
+constexpr float kSeveralRounds = 1.03f;
 
 // A figure for a GPU with a few tiles, and for one that has a tile for each SM or more: memory is
 // busier then, and clocks are lower.
@@ -218,7 +216,8 @@ Division divide(const std::vector<TileWork>& work, const TileTimes& times,
     merged_later.merge_part = 0.f;
     const float parts = predicted_time(work, times, merged_later, 1, splits, sms);
     consider(splits, true,
-             (at_once ? 1.f : kWaves) * parts + merge_time(splits, tiles * splits * tile_floats));
+             (at_once ? 1.f : kSeveralRounds) * parts +
+                 merge_time(splits, tiles * splits * tile_floats));
   };
   if (given_apart > 0) {
     consider_apart(given_apart);
@@ -229,13 +228,8 @@ Division divide(const std::vector<TileWork>& work, const TileTimes& times,
     for (int splits = 2; splits <= kMostSplits; ++splits) {
       if (may_divide(work, tiles, splits)) consider_clusters(splits);
     }
-    const int64_t most = std::min(kMostApart, most_steps(work));
-    for (int splits = 2; splits <= std::min(sms / tiles, most); ++splits) consider_apart(splits);
-    // Of more parts than SMs: numbers of which few SMs stay free in the end.
-    for (int waves = 2; waves <= kMostWaves; ++waves) {
-      const int64_t splits = waves * sms / tiles;
-      if (splits > 1 && splits <= most) consider_apart(static_cast<int>(splits));
-    }
+    const int most = std::min(kMostApart, most_steps(work));
+    for (int splits : likely_splits(tiles, sms, most)) consider_apart(splits);
   }
   return best;
 }
@@ -349,9 +343,9 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
     return TileTimes{{kQuantisedEnds, kQuantisedEnds}, {step * units, step * units}, 0};
   };
   const int64_t tile_floats = int64_t{tile.block_m} * headdim_v;
-  const auto now = [&](const ByLoad& x) { return tiles > multiprocessors() ? x.busy : x.idle; };
+  const auto of_load = [&](const ByLoad& x) { return tiles > multiprocessors() ? x.busy : x.idle; };
   const auto divided = [&](float slower, int fewest) {
-    return divide(work, times_of(now(step) * slower), common, 1, tiles, tile_floats,
+    return divide(work, times_of(of_load(step) * slower), common, 1, tiles, tile_floats,
                   params.num_splits, fewest, slots_of);
   };
   const bool may_transpose = transposed_keys > 0;
@@ -366,7 +360,7 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
   };
   if (may_transpose && params.tile != 0) {
     const int fewest = params.seqlen_k > transposed_keys ? 2 : 1;
-    const Division x = divided(1 + now(transposed_steps(headdim_v)), fewest);
+    const Division x = divided(1 + of_load(transposed_steps(headdim_v)), fewest);
     const bool given = params.tile == 1 && x.time < INFINITY;
     consider({1, x.splits, 0, x.apart}, x.time, given);
   }

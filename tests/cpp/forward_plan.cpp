@@ -16,15 +16,8 @@ int main() {
   int level, batch, seqlen_q, seqlen_k, nheads, nheads_kv, headdim, causal;
   while (std::scanf("%d %d %d %d %d %d %d %d", &level, &batch, &seqlen_q, &seqlen_k, &nheads,
                     &nheads_kv, &headdim, &causal) == 8) {
-    ForwardParams params{};
-    params.batch = batch;
-    params.seqlen_q = seqlen_q;
-    params.seqlen_k = seqlen_k;
-    params.nheads = nheads;
-    params.nheads_kv = nheads_kv;
-    params.window_left = -1;
-    params.window_right = causal ? 0 : -1;
-    params.tile = -1;
+    const ForwardParams params =
+        dense_forward(batch, seqlen_q, seqlen_k, nheads, nheads_kv, causal);
     const auto slots_of = [](int parts) { return parts * kClusters[parts - 1]; };
     ForwardPlan plan{};
     if (level == 4) {

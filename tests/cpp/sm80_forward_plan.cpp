@@ -28,14 +28,7 @@ int main() {
   int batch, seqlen_q, seqlen_k, nheads, headdim, headdim_v, causal;
   while (std::scanf("%d %d %d %d %d %d %d", &batch, &seqlen_q, &seqlen_k, &nheads, &headdim,
                     &headdim_v, &causal) == 7) {
-    ForwardParams params{};
-    params.batch = batch;
-    params.seqlen_q = seqlen_q;
-    params.seqlen_k = seqlen_k;
-    params.nheads = nheads;
-    params.window_left = -1;
-    params.window_right = causal ? 0 : -1;
-    params.tile = -1;
+    ForwardParams params = dense_forward(batch, seqlen_q, seqlen_k, nheads, nheads, causal);
     params.shared_memory = 227 << 10;
     ForwardPlan chosen{};
     if (headdim <= 32) {
