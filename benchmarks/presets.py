@@ -159,17 +159,23 @@ PRESETS = {
     # One or two waves of tiles, of which the last is seldom full.
     "few-waves": Preset(
         [
-            chunk(nheads, headdim, queries, keys)
+            chunk(nheads, headdim, queries, keys, causal=causal)
             for headdim in (64, 128, 256)
-            for nheads, queries, keys in (
-                (72, 128, 32768),
-                (28, 640, 10000),
-                (40, 512, 16384),
-                (40, 512, 65536),
-                (20, 1024, 32768),
-                (16, 1500, 6000),
-                (24, 1024, 8192),
-                (12, 2048, 16384),
+            for causal, nheads, queries, keys in (
+                (True, 72, 128, 32768),
+                (True, 28, 640, 10000),
+                (True, 40, 512, 16384),
+                (True, 40, 512, 65536),
+                (True, 20, 1024, 32768),
+                (True, 16, 1500, 6000),
+                (True, 24, 1024, 8192),
+                (True, 12, 2048, 16384),
+                (False, 20, 1024, 4096),
+                (False, 12, 1900, 9000),
+                (False, 16, 1536, 3072),
+                (False, 12, 2400, 6000),
+                (False, 8, 2600, 15000),
+                (False, 40, 512, 16384),
             )
         ],
         providers=("sm90", "sm80", "fa3", "flash", "cudnn"),

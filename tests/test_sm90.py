@@ -468,6 +468,24 @@ def test_leftover_tiles_in_parts(device, mask, headdims):
     assert not any(map(torch.any, cuda._kept_zeros.values()))
 
 
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_leftover_tiles_in_stream_order(device, headdim):
+    """Parts start before the other tiles are done. Who is behind the call waits for all."""
+    heads = torch.cuda.get_device_properties(device).multi_processor_count + 5
+    problem = dense(1, 20, 2000, heads, heads, headdim, dtype=torch.bfloat16, device=device)
+    q, k, v = problem.q, problem.k, problem.v
+    given, results = q.clone(), []
+    tile = int(headdim == 64)  # of tile 0 there two share an SM
+    with cuda.changed_setting("tile", tile), cuda.changed_setting("num_splits", -3):
+        expected = flash_attn.flash_attn_func(q, k, v)
+        for _ in range(10):
+            given.copy_(q)
+            result = flash_attn.flash_attn_func(given, k, v)
+            given.zero_()
+            results.append(result.clone())
+    assert all(torch.equal(x, expected) for x in results)
+
+
 # ---- at once -------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,8 @@ struct ForwardConfig {
   static constexpr bool kTransposes = kValues == Values::kRows;
   using Query = std::conditional_t<kScaled, Out, T>;
   static constexpr bool kDivided = kDivided_;
+  // Beside tiles left over a pass transposes values.
+  static constexpr bool kMayFollowWhole = kDivided && !kTransposes;
   static constexpr ForwardTile kTile =
       kQuantised ? quantised_tile(kHeadDim_, kFeatures_, kValues_)
                  : forward_tile(kHeadDim_, kHeadDimV_, kFeatures_, kChoice);

@@ -236,7 +236,7 @@ __device__ void produce_keys(Producer<Config> producer) {
     const typename Config::Sent tile = shared.tiles.receive(tile_state, lane);
     if (tile.batch < 0) break;
     const auto range = range_of<Config>(producer.params, producer.schedule, tile);
-    ptx::wait_for_earlier_kernels();
+    wait_for_earlier_kernels<Config>(producer.schedule);
     if (range.blocks.empty()) arrive_of_warp(shared.tile_wanted, lane);
     [[maybe_unused]] int before = 0;
     range.blocks.for_each([&](const auto& block) {
@@ -261,7 +261,7 @@ __device__ void produce_values(Producer<Config> producer) {
     const typename Config::Sent tile = producer.shared.tiles.receive(tile_state, producer.lane);
     if (tile.batch < 0) break;
     const auto range = range_of<Config>(producer.params, producer.schedule, tile);
-    ptx::wait_for_earlier_kernels();
+    wait_for_earlier_kernels<Config>(producer.schedule);
     range.blocks.for_each(
         [&](const auto& block) { producer.load_v(tile, range.sequence, block.key()); });
   }
@@ -317,7 +317,7 @@ __device__ void produce_all(Producer<Config> producer, int stream) {
     producer.shared.tiles.send(tile, tile_state, producer.lane);
     if (tile.batch < 0) return;
     const typename Config::Range range(producer.params, producer.schedule, tile);
-    ptx::wait_for_earlier_kernels();
+    wait_for_earlier_kernels<Config>(producer.schedule);
     range.blocks.for_each([&](const auto& block) {
       producer.load_k(tile, range.sequence, block.key());
       if (block.is_first()) producer.load_q(tile, range.sequence, range.m_begin);
@@ -364,7 +364,7 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
     const int all_begin = range.mask.first_key(last), all_end = range.mask.end_key(first);
 
     float out[1][Config::kHeadDimV / 8][4] = {};
-    ptx::wait_for_earlier_kernels();
+    wait_for_earlier_kernels<Config>(schedule);
     float sinks[2] = {-INFINITY, -INFINITY};
     if (params.s_aux != nullptr && tile.part == 0) {
       sinks[0] = params.s_aux[schedule.head_of(tile.head, first_row)];
@@ -463,8 +463,8 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
   }
 }
 
-// Grid: as many thread blocks as fit the device, or as there are tiles; where keys are divided, a
-// cluster for each tile: see prepare_kernel.
+// Grid: as many thread blocks as fit the device, or as there are tiles; where keys are divided, one
+// for each part: see prepare_kernel.
 // params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
@@ -501,7 +501,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   // The earlier kernels of the stream may still run. Each warp waits for their end as late as it
   // can: where it first reads or writes device memory.
-  if (schedule.lengths_on_device) ptx::wait_for_earlier_kernels();
+  if (schedule.lengths_on_device) wait_for_earlier_kernels<Config>(schedule);
 
   constexpr int kConsumerWarps = Config::kConsumerWarps, kStreams = Config::kStreams;
   if (warp < kStreams * kConsumerWarps) {
@@ -532,7 +532,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (helper < kStreams) produce_all(producer, helper);
     }
     if (helper == 3) {
-      ptx::wait_for_earlier_kernels();
+      wait_for_earlier_kernels<Config>(schedule);
       ptx::let_next_kernel_start();
       if constexpr (Config::kTransposes) {
         transpose_values<Config>(params, schedule, shared, 0, lane);
@@ -540,6 +540,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (params.cu_seqlens_q != nullptr) {
         clear_gaps<typename Config::Out>(params, blockIdx.x, gridDim.x, lane);
       }
+      // Who waits for the parts of the tiles left over waits for the other tiles too.
+      if constexpr (Config::kMayFollowWhole) ptx::wait_for_earlier_kernels();
     }
   }
 }

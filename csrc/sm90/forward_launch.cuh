@@ -201,8 +201,9 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
   // The parts of a tile are a cluster, of which no thread block takes another.
   const int grid = static_cast<int>(Config::kDivided ? tiles - schedule.whole
                                                      : std::min<int64_t>(tiles, multiprocessors()));
+  const int divided = schedule.tiles - schedule.whole;
   if (apart) {
-    const int64_t rows = int64_t{schedule.tiles} * splits * Config::kBlockM;
+    const int64_t rows = int64_t{divided} * splits * Config::kBlockM;
     wanted.add("partial_out", params.partial_out, rows * Config::kHeadDimV);
     wanted.add("partial_rows", params.partial_rows, rows * 2);
   }
@@ -225,7 +226,7 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
                            maps, schedule, scale_log2);
         constexpr int kFours = Config::kBlockM * (Config::kHeadDimV / 4);
         launch_overlapping(merge_parts_kernel<Config>,
-                           dim3((kFours - 1) / kMergeThreads + 1, schedule.tiles), kMergeThreads, 0,
+                           dim3((kFours - 1) / kMergeThreads + 1, divided), kMergeThreads, 0,
                            stream, "launch of the kernel that merges parts of an sm90 forward",
                            bound, schedule);
         return;

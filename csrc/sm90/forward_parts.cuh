@@ -13,6 +13,7 @@
 #include "common/workspace_part.h"
 #include "params.h"
 #include "ptx/cluster.h"
+#include "ptx/griddepcontrol.h"
 #include "ptx/named_barrier.h"
 #include "ptx/opaque.h"
 #include "sm90/forward_config.cuh"
@@ -40,6 +41,14 @@ struct ForwardMaps {
                     // places of keys), box: a block of keys, or as it comes, box: a square
   CUtensorMap out;  // like q, if the output is staged; box: the rows of a warp
 };
+
+// Before a warp first reads or writes device memory. Parts of the tiles left over need not wait:
+// all thread blocks of the launch before theirs, which does the other tiles, have waited when these
+// start.
+template <typename Config>
+__device__ void wait_for_earlier_kernels(const ForwardSchedule& schedule) {
+  if (!Config::kMayFollowWhole || schedule.whole == 0) ptx::wait_for_earlier_kernels();
+}
 
 template <typename Config>
 using TileState = typename TilePipeline<typename Config::Sent>::State;

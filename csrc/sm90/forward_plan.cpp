@@ -18,9 +18,9 @@ namespace {
 constexpr int kLeastSteps = 2;  // over the keys of a part
 // Tiles are about equally long if the shortest has so much of the steps of the longest.
 constexpr float kAlike = 0.9f;
-// Microseconds that parts of the tiles left over cost: a launch, and SMs that wait until all of a
-// cluster are free.
-constexpr float kSecondLaunch = 45.f;
+// What a launch of parts of the tiles left over costs: microseconds, and a part of the time of the
+// other tiles, which SMs do not end at once.
+constexpr float kSecondLaunch = 8.f, kUneven = 0.02f;
 
 // Several rounds of parts that are no clusters take so many times as long.
 constexpr float kSeveralRounds = 1.03f;
@@ -234,7 +234,7 @@ Division divide(const std::vector<TileWork>& work, const TileTimes& times,
   return best;
 }
 
-// A division of the tiles left over alone.
+// A division of the tiles left over alone, into parts that are no clusters.
 struct Leftover {
   int splits;  // 1: none
   int whole;   // the other tiles
@@ -242,14 +242,14 @@ struct Leftover {
 };
 
 // What parts of the tiles left over gain, if all tiles are about equally long.
-// tiles: how many there are
+// tiles: how many there are; tile_floats: of the output of one
 Leftover divide_leftover(const ForwardParams& params, const std::vector<TileWork>& work,
-                         int64_t tiles, const ForwardTile& tile, const TileTimes& times,
-                         const HeadDimTimes& common, SlotsOf slots_of) {
-  const int64_t whole = tiles / multiprocessors() * multiprocessors(), leftover = tiles - whole;
+                         int64_t tiles, int64_t tile_floats, int streams, const TileTimes& times) {
+  const int sms = multiprocessors();
+  const int64_t whole = tiles / sms * sms, leftover = tiles - whole;
   Leftover best{1, 0, 0.f};
-  if (params.num_splits > 0 || params.cu_seqlens_q != nullptr || tile.streams > 1 ||
-      leftover == 0 || whole == 0 || whole > INT_MAX) {
+  if (params.num_splits > 0 || params.cu_seqlens_q != nullptr || streams > 1 || leftover == 0 ||
+      whole == 0 || whole > INT_MAX) {
     return best;
   }
   int least = INT_MAX, most = 0;  // steps of a tile
@@ -259,16 +259,16 @@ Leftover divide_leftover(const ForwardParams& params, const std::vector<TileWork
   }
   if (least < kAlike * most) return best;
   const float undivided = times.ends.busy + most * times.step.busy;
+  const float overhead = kSecondLaunch + kUneven * undivided * (whole / sms);
   for (int splits = 2; splits <= kMostSplits; ++splits) {
     const bool given = splits == -params.num_splits;
-    if (!given && (params.num_splits < 0 || most < kLeastSteps * splits)) continue;
-    const int clusters = slots_of(splits) / splits;
-    if (clusters == 0) continue;
-    const int64_t rounds = (leftover + clusters - 1) / clusters;
+    const bool many = leftover * splits > int64_t{kMostRounds} * sms;
+    if (!given && (params.num_splits < 0 || many || most < kLeastSteps * splits)) continue;
+    const int64_t rounds = (leftover * splits + sms - 1) / sms;
     const int steps = (most + splits - 1) / splits;
-    const float part =
-        times.ends.busy + steps * times.step.busy + common.merge + common.merge_part * splits;
-    const float gain = undivided - rounds * part - kSecondLaunch;
+    const float part = times.ends.busy + steps * times.step.busy + kLaterPart;
+    const float gain =
+        undivided - rounds * part - overhead - merge_time(splits, leftover * splits * tile_floats);
     if (given || gain > best.gain) best = {splits, static_cast<int>(whole), gain};
   }
   return best;
@@ -317,10 +317,11 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
       best = {choice, splits, whole, apart};
     };
     const int64_t tile_floats = int64_t{tile.block_m} * headdim_v;
-    const Leftover leftover = divide_leftover(params, work, tiles, tile, times, common, slots_of);
+    const Leftover leftover =
+        divide_leftover(params, work, tiles, tile_floats, tile.streams, times);
     if (leftover.splits > 1) {
       const float whole = predicted_time(work, times, common, 1, 1, multiprocessors());
-      consider(leftover.splits, leftover.whole, false, whole - leftover.gain);
+      consider(leftover.splits, leftover.whole, true, whole - leftover.gain);
       if (params.num_splits < 0) continue;
     }
     const Division all = divide(work, times, common, tile.streams, tiles, tile_floats,
@@ -365,10 +366,10 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
     consider({1, x.splits, 0, x.apart}, x.time, given);
   }
   const TileTimes times = times_of(step.busy);
-  const Leftover leftover = divide_leftover(params, work, tiles, tile, times, common, slots_of);
+  const Leftover leftover = divide_leftover(params, work, tiles, tile_floats, tile.streams, times);
   if (leftover.splits > 1 && params.tile != 1) {
     const float whole = predicted_time(work, times, common, 1, 1, multiprocessors());
-    consider({0, leftover.splits, leftover.whole}, whole + pass - leftover.gain,
+    consider({0, leftover.splits, leftover.whole, true}, whole + pass - leftover.gain,
              params.num_splits < 0);
   }
   return best;

@@ -22,7 +22,7 @@ struct ForwardPlan {
 using SlotsOf = int (*)(int parts);
 
 // With num_splits of kApart - n all tiles are divided into n parts that are no clusters, with -n
-// tiles left over into clusters of n parts.
+// tiles left over.
 constexpr int kApart = -64;
 
 // Of what the parameters leave open; for a kernel of these head dims and features.

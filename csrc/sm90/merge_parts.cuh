@@ -12,7 +12,7 @@
 
 namespace flash::sm90 {
 
-// Each thread merges four columns of a row. Grid: (rows of a tile, tiles).
+// Each thread merges four columns of a row. Grid: (rows of a tile, divided tiles).
 template <typename Config>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_parts_kernel(const __grid_constant__ ForwardParams params,
@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kMergeThreads)
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
   const int i = blockIdx.x * kMergeThreads + threadIdx.x, row = i / kFours, four = i % kFours;
-  const Tile tile = divided_tile(schedule, blockIdx.y);
+  const Tile tile = schedule.whole == 0 ? divided_tile(schedule, blockIdx.y)
+                                        : dense_tile(schedule, schedule.whole + blockIdx.y);
   const Sequence sequence = Sequence::whole(params, tile.batch);
   const int first_query = tile.block * schedule.rows;
   const int queries = min(schedule.rows, sequence.seqlen_q - first_query);

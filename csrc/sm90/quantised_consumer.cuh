@@ -79,7 +79,7 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
     const typename Config::Sent tile = consumer.look_at_tile();
     if (tile.batch < 0) break;
     const auto& range = range_of<Config>(params, schedule, tile);
-    ptx::wait_for_earlier_kernels();
+    wait_for_earlier_kernels<Config>(schedule);
     std::conditional_t<kScaled, QueryRounding<Config>, typename Config::Nothing> rounding;
     if constexpr (kScaled) {
       rounding.load(params, schedule, tile, range, first_row, lane);
