@@ -499,6 +499,14 @@ def test_lengths_on_kernels(on_kernels, headdim, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("headdim", HEADDIMS)
+def test_more_packed_tiles_than_sms_on_kernels(on_kernels, headdim, kind):
+    lengths = [37 * i % 301 for i in range(32)]
+    check(varlen(lengths, lengths, 8, 8, headdim, device=on_kernels, causal=True), kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("headdim", HEADDIMS)
 def test_leftover_tiles_on_kernels(on_kernels, headdim, kind):
     """When each SM has had one tile of a head, five heads are left: their keys are divided."""
     heads = torch.cuda.get_device_properties(on_kernels).multi_processor_count + 5

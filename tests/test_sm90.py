@@ -29,6 +29,7 @@ from helpers import (
     check,
     dense,
     dtype_name,
+    in_pages,
     layout_of,
     misaligned,
     private_backward,
@@ -484,6 +485,20 @@ def test_leftover_tiles_in_stream_order(device, headdim):
             given.zero_()
             results.append(result.clone())
     assert all(torch.equal(x, expected) for x in results)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize("sequences", [5, 32, 33])
+def test_more_packed_tiles_than_sms(device, sequences, paged, headdims):
+    """Of at most four tiles for each SM those of up to 32 sequences come last blocks first."""
+    seqlens_q = [37 * i % 301 for i in range(sequences)]
+    seqlens_k = [n + i % 7 for i, n in enumerate(seqlens_q)]
+    nheads = 8 if sequences > 5 else 32
+    options = {"dtype": torch.bfloat16, "device": device, "causal": True}
+    problem = varlen(seqlens_q, seqlens_k, nheads, nheads, *headdims, **options)
+    check(in_pages(problem, 16) if paged else problem, backward=False)
+    assert not any(map(torch.any, cuda._kept_zeros.values()))
 
 
 # ---- at once -------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ struct PartLayout {
   }
 };
 
-// kHopper_: in clusters. An SM there has room for two thread blocks with 96 KB of keys and values
-// under way, or for one of 64 rows with 226 KB; elsewhere one thread block fits 99 KB.
+// kHopper_: in clusters. An SM there runs two thread blocks with up to 96 KB of keys and values
+// under way, or one of 64 rows with 226 KB; elsewhere one thread block fits 99 KB.
 template <typename T_, typename KV_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
           int kRows_, bool kHopper_>
 struct DecodeConfig {
@@ -101,8 +101,12 @@ struct DecodeConfig {
   // An SM of Hopper has 228 KB, of which it keeps 1 KB for each thread block.
   static constexpr int kMostBytes = (kHopper ? 228 / kBlocksPerSm - 1 : 99) * 1024;
   static constexpr int kLeftBytes = kMostBytes - 512 - kQueryElements * 2 - kReceivedBytes;
+  // With more under way than memory needs, thread blocks that start together load together and then
+  // compute together (docs/design-notes.md).
+  static constexpr bool kFewUnderWay = kWiderDim > 64 && kWiderDim <= 128;
+  static constexpr int kUnderWay = (kIsE4m3 ? 32 : kFewUnderWay ? 64 : 96) * 1024;
   static constexpr int kRingBytes = kWarpgroup ? kLeftBytes
-                                    : kHopper  ? std::min(kLeftBytes, 96 * 1024) / kRings
+                                    : kHopper  ? std::min(kLeftBytes, kUnderWay) / kRings
                                                : 80 * 1024 / kRings;
   static constexpr int kSlots = kRingBytes / kSlotBytes;
   static_assert(kSlots >= (kWarpgroup ? 4 : 2));
@@ -121,7 +125,9 @@ struct DecodeConfig {
     Ring ring_pipeline;  // of warpgroups
     uint64_t queries_full, received_full;
   };
-  static constexpr size_t kSharedBytes = sizeof(SharedStorage);
+  // At least so much that no three thread blocks fit an SM: the plan counts with two.
+  static constexpr size_t kSharedBytes =
+      std::max(sizeof(SharedStorage), size_t{kHopper && kBlocksPerSm == 2 ? 228 / 3 * 1024 : 0});
   // So much that one thread block fills an SM.
   static constexpr size_t kBytesAlone = kHopper && kBlocksPerSm == 2 ? 116 * 1024 : kSharedBytes;
   static_assert(kSharedBytes <= kMostBytes);

@@ -32,6 +32,7 @@ struct KeyTiles {
     return (Sequence(params, batch).seqlen_k + kBlockN - 1) / kBlockN;
   }
   __device__ bool mixed() const { return false; }
+  __device__ bool together() const { return false; }
   // Where tiles wait for earlier ones, those may not be of a worker that has no SM yet.
   __device__ bool all_drawn() const { return params.dq_turn != nullptr && !schedule.rotated; }
 };

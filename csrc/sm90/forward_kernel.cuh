@@ -63,6 +63,7 @@ struct QueryBlocks {
     return (Sequence(params, batch).seqlen_q + schedule.rows - 1) / schedule.rows;
   }
   __device__ bool mixed() const { return schedule.mixed; }
+  __device__ bool together() const { return schedule.together; }
   __device__ static constexpr bool all_drawn() { return false; }
 };
 

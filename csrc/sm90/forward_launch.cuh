@@ -24,17 +24,25 @@ namespace flash::sm90 {
 // K and V of the heads that run together take at most this much of the L2 cache.
 constexpr int64_t kSectionBytes = 16 << 20;
 
-// Tiles for each SM in the last section, if heads have at least kMinBlocks of them and there is a
-// mask. Simulated for causal masks: with 4 the SMs are busy 97 to 99 % of the time, with the other
-// sections' number 86 to 97 %. But not larger than so many of those, for the cache's sake.
-constexpr int kLastTiles = 4;
-constexpr int kMinBlocks = 6;
+// Tiles for each SM in the last section under a mask, if heads have at least kManyBlocks of them,
+// and if they have fewer. Simulated for causal masks: with 4 the SMs are busy 97 to 99 % of the
+// time, with the other sections' number 86 to 97 %. But not larger than so many of those, for the
+// cache's sake.
+constexpr int kLastTiles = 4, kLastOfFew = 2;
+constexpr int kManyBlocks = 6;
 constexpr int kLastSections = 3;
 
 // Longest K, and fewest tiles for each SM, for which tiles under a mask are drawn before they are
 // wanted.
 constexpr int kDrawEarlyKeys = 2048;
 constexpr int kDrawEarlyTiles = 6;
+
+// Of packed sequences it is an upper bound: each may end with a tile of its own.
+inline int64_t most_tickets(const ForwardParams& params, const ForwardSchedule& schedule) {
+  if (params.cu_seqlens_q == nullptr) return schedule.tickets;
+  const int64_t blocks = params.total_q / schedule.rows + int64_t{1} * params.batch;
+  return blocks * schedule.heads * schedule.splits;
+}
 
 // whole: tiles that are not divided, at most
 template <typename Config>
@@ -63,8 +71,8 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole, bool apart
     return static_cast<int>(std::clamp<int64_t>(heads_kv, 1, all_heads_kv) * schedule.heads_of_kv);
   };
   schedule.section = heads_of(masked ? kSectionBytes / head_bytes : 1);
-  const int64_t last_tiles =
-      masked && schedule.blocks >= kMinBlocks ? int64_t{kLastTiles} * multiprocessors() : 1;
+  const int64_t last_of_sm = schedule.blocks >= kManyBlocks ? kLastTiles : kLastOfFew;
+  const int64_t last_tiles = masked ? last_of_sm * multiprocessors() : 1;
   schedule.last_section =
       std::min(heads_of(last_tiles / (int64_t{1} * schedule.blocks * schedule.heads_of_kv) + 1),
                heads_of(int64_t{kLastSections} * schedule.section / schedule.heads_of_kv));
@@ -91,6 +99,10 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole, bool apart
   const bool has_cache = params.block_table != nullptr || params.seqused_k != nullptr;
   schedule.mixed = params.cu_seqlens_q != nullptr && has_cache && schedule.blocks > 1 &&
                    splits == 1 && schedule.tickets > multiprocessors();
+  const int64_t most = most_tickets(params, schedule);
+  schedule.together = masked && params.cu_seqlens_q != nullptr && splits == 1 &&
+                      params.batch <= 32 && most > multiprocessors() &&
+                      most <= int64_t{kLastTiles} * multiprocessors();
   return schedule;
 }
 
@@ -193,11 +205,7 @@ ForwardLauncher<Config> prepare_kernel(typename Config::Params& params, int whol
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
   const ForwardSchedule schedule = make_schedule<Config>(params, whole, apart);
   const int splits = schedule.splits;
-  // Of packed sequences it is an upper bound: each may end with a tile of its own.
-  const int64_t tiles =
-      params.cu_seqlens_q == nullptr
-          ? schedule.tickets
-          : (params.total_q / schedule.rows + int64_t{1} * params.batch) * schedule.heads * splits;
+  const int64_t tiles = most_tickets(params, schedule);
   // The parts of a tile are a cluster, of which no thread block takes another.
   const int grid = static_cast<int>(Config::kDivided ? tiles - schedule.whole
                                                      : std::min<int64_t>(tiles, multiprocessors()));

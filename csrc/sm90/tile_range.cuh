@@ -31,6 +31,7 @@ struct ForwardSchedule : TileRows, TileSchedule {
   bool boxes_out;          // the rows of a warp are a box of the output
   bool apart;              // the parts of a divided tile are no cluster
   bool mixed;              // some sequences may decode, where others have several blocks of queries
+  bool together;           // packed sequences take turns: see TileScheduler
 };
 
 // One tile: queries m_begin .. m_end - 1 and the blocks of keys of which one of them sees some, or

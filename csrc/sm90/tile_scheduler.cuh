@@ -27,6 +27,7 @@ constexpr int kTileSlots = 4;  // of tiles that are under way
 //   int batch() const                   how many there are, if packed
 //   int of_sequence(int batch) const    blocks of one, if packed
 //   bool mixed() const                  those of one block have a counter of their own, if packed
+//   bool together() const               they are at most 32, and take turns, if packed
 //   bool all_drawn() const              all tickets are drawn: each worker begins with begin()
 template <typename Blocks>
 class TileScheduler {
@@ -67,7 +68,9 @@ class TileScheduler {
   // The tile of the ticket. Each tile draws one ticket; who holds the last resets the counter.
   __device__ Tile tile() {
     for (;;) {
-      const Tile tile = blocks_.packed() ? packed_tile() : drawn_dense_tile();
+      const Tile tile = !blocks_.packed()    ? drawn_dense_tile()
+                        : blocks_.together() ? tile_of_all()
+                                             : packed_tile();
       if (tile.batch >= 0) return tile;
       // Of each counter every worker holds one ticket without a tile, in the end.
       if (ticket_ - workers_ == tiles_ - 1 && lane_ == 0) counters_[singles_] = 0;
@@ -97,13 +100,37 @@ class TileScheduler {
     return ticket_ < tiles_ ? tile_of_ticket(schedule_, ticket_) : Tile{0, 0, 0, -1};
   }
 
+  // Of a packed sequence: those that the counter is of.
+  __device__ int blocks_of(int batch) const {
+    const int blocks = batch < blocks_.batch() ? blocks_.of_sequence(batch) : 0;
+    return blocks_.mixed() && (blocks == 1) != singles_ ? 0 : blocks;
+  }
+
+  // All sequences together, the last blocks first: long tiles do not begin late.
+  __device__ Tile tile_of_all() {
+    const int blocks = blocks_of(lane_), heads = schedule_.heads;
+    const auto tiles_from = [=](int block) {
+      return heads * __reduce_add_sync(0xffffffff, max(blocks - block, 0));
+    };
+    tiles_ = tiles_from(0);
+    if (ticket_ >= tiles_) return {0, 0, 0, -1};
+    int block = 0, end = __reduce_max_sync(0xffffffff, blocks);
+    while (end - block > 1) {
+      const int middle = (block + end) / 2;
+      (tiles_from(middle) > ticket_ ? block : end) = middle;
+    }
+    const int rest = ticket_ - tiles_from(block + 1), turn = rest / heads, head = rest % heads;
+    const unsigned have_block = __ballot_sync(0xffffffff, blocks > block);
+    const bool found = blocks > block && __popc(have_block & ((1u << lane_) - 1)) == turn;
+    const int batch = __ffs(__ballot_sync(0xffffffff, found)) - 1;
+    return {block, head, head / schedule_.heads_of_kv, batch, 0, 1};
+  }
+
   // Sequences one after the other. Tickets of one thread block only grow, so the search goes on
   // from the 32 sequences of the last.
   __device__ Tile packed_tile() {
     for (;;) {
-      const int batch = first_batch_ + lane_;
-      int blocks = batch < blocks_.batch() ? blocks_.of_sequence(batch) : 0;
-      if (blocks_.mixed() && (blocks == 1) != singles_) blocks = 0;
+      int blocks = blocks_of(first_batch_ + lane_);
       const int heads = schedule_.heads, splits = schedule_.splits;
       const int tiles = blocks * heads * splits;
       int end = tiles;  // of this lane's sequence, among those of the warp
