@@ -111,7 +111,6 @@ __device__ void multiply_part(const ForwardParams& params, const Part& part, boo
   using T = typename Config::T;
   using Rows = LaneRows<Config>;
   constexpr int kKeys = Config::kKeys;
-  constexpr bool kWaitsForOutput = Config::kSlots < 8;  // so few that loads want each slot soon
   auto& pipeline = shared.ring_pipeline;
   if (follows_append<Config>(params)) {
     ptx::wait_for_earlier_kernels();
@@ -135,12 +134,8 @@ __device__ void multiply_part(const ForwardParams& params, const Part& part, boo
     sm90::start_multiply<T, Config::kHeadDim>(
         scores[0], sm90::KMajor<T, Config::kRows>(shared.q + warp_uniform(offset)),
         sm90::KMajor<T, kKeys>(shared.ring[0][warp_uniform(state.stage())]));
-    ptx::wgmma_wait<0>(out[0]);
     ptx::wgmma_wait<0>(scores[0]);
     pipeline.release(state, lane);
-    if (!kWaitsForOutput && key > first_key) {
-      pipeline.release(State{state.count - 3}, lane);  // V of the step before
-    }
     rows.transform_scores(scores, params, part, key, lane);
     float factors[2];
     if (follow_maxima(rows.softmax, scores, factors, WarpTeam())) rescale_output(out, factors);
@@ -151,13 +146,10 @@ __device__ void multiply_part(const ForwardParams& params, const Part& part, boo
     sm90::start_multiply_accumulate<T>(
         out[0], reinterpret_cast<const uint32_t (&)[kKeys / 16][4]>(p),
         sm90::MnMajor<T, kKeys>(shared.ring[0][warp_uniform(values.stage())]));
-    if constexpr (kWaitsForOutput) {
-      ptx::wgmma_wait<0>(out[0]);
-      pipeline.release(values, lane);
-    }
+    ptx::wgmma_wait<0>(out[0]);
+    pipeline.release(values, lane);
     state = State{state.count + 2 * Config::kWarpgroups};
   }
-  ptx::wgmma_wait<0>(out[0]);
   __syncthreads();  // both are done with the ring
   leave_result<Config>(shared, warpgroup, warp * sm90::kWarpRows, part.tile, rows.softmax, out,
                        lane);

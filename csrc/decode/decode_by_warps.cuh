@@ -54,22 +54,20 @@ __device__ void attend_by_warps(const ForwardParams& params, const DecodeSchedul
     loader.template load<false>(slot_at(i));
     if (i + 1 < kSlots) loader.template load<true>(slot_at(i + 1));
   };
-  if (follows_append<Config>(params)) {
-    const int old_keys = part.sequence.seqlen_k - params.seqlen_new;
+  const bool follows = follows_append<Config>(params);
+  const int old_keys = part.sequence.seqlen_k - params.seqlen_new;
 #pragma unroll 1
-    for (int i = 0; i < kSlots; i += 2) {
-      const int end_key = first_key + i / 2 * part.stride + Config::kBlockN;
-      if (end_key > old_keys) ptx::wait_for_earlier_kernels();
-      load_block(i);
-    }
+  for (int i = follows ? 0 : 2; i < kSlots; i += 2) {
+    const int end_key = first_key + i / 2 * part.stride + Config::kBlockN;
+    if (follows && end_key > old_keys) ptx::wait_for_earlier_kernels();
+    load_block(i);
+  }
+  if (follows) {
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
     load_queries<Config>(params, part.sequence, part.tile, q, threadIdx.x, Config::kThreads);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
-  } else {
-#pragma unroll 1
-    for (int i = 2; i < kSlots; i += 2) load_block(i);
   }
 
   // A scale is positive: queries have the sign.

@@ -37,7 +37,7 @@ struct PartLayout {
 };
 
 // kHopper_: in clusters. An SM there runs two thread blocks with up to 96 KB of keys and values
-// under way, or one of 64 rows with 226 KB; elsewhere one thread block fits 99 KB.
+// under way, or one of 64 rows with 128 KB; elsewhere one thread block fits 99 KB.
 template <typename T_, typename KV_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_,
           int kRows_, bool kHopper_>
 struct DecodeConfig {
@@ -67,7 +67,7 @@ struct DecodeConfig {
   // Keys that a warp loads for a step. Of e4m3 as many as have the bytes of others, unless they
   // would spill.
   static constexpr bool kWideStep = kHeadDim * kRowTiles < 256 && kHeadDim <= 128;
-  static constexpr bool kIsNarrow = kWiderDim <= (kWarpgroup ? 64 : 32);
+  static constexpr bool kIsNarrow = kWiderDim <= 64;
   static constexpr int kBlockN = kIsNarrow || (kIsE4m3 && kWideStep) ? 32 : 16;
   static constexpr int kStepKeys = kWarps * kBlockN;              // of all warps
   static constexpr int kKeys = kWarpgroup ? kStepKeys : kBlockN;  // that a warp computes with
@@ -98,18 +98,27 @@ struct DecodeConfig {
                                                           : 64;
   static constexpr int kReceivedBytes = kReceivedRows * (kFours + 1) * 16;
 
+  // Spans of 32 rows whose pages a warp asks for in advance, at most.
+  static constexpr int kMostSpans = kWarpgroup && kHeadDimV > 192 ? 1 : kBlockN / 4;
+  static constexpr int kPageBytes = kWarps * kMostSpans * 32 * sizeof(int);
+
   // An SM of Hopper has 228 KB, of which it keeps 1 KB for each thread block.
+  static constexpr bool kTwoAnSm = kHopper && kBlocksPerSm == 2;
   static constexpr int kMostBytes = (kHopper ? 228 / kBlocksPerSm - 1 : 99) * 1024;
-  static constexpr int kLeftBytes = kMostBytes - 512 - kQueryElements * 2 - kReceivedBytes;
-  // With more under way than memory needs, thread blocks that start together load together and then
-  // compute together (docs/design-notes.md).
+  static constexpr int kLeftBytes =
+      kMostBytes - 256 - kPageBytes - kQueryElements * 2 - kReceivedBytes;
+  // More under way is slower (docs/design-notes.md).
   static constexpr bool kFewUnderWay = kWiderDim > 64 && kWiderDim <= 128;
-  static constexpr int kUnderWay = (kIsE4m3 ? 32 : kFewUnderWay ? 64 : 96) * 1024;
-  static constexpr int kRingBytes = kWarpgroup ? kLeftBytes
-                                    : kHopper  ? std::min(kLeftBytes, kUnderWay) / kRings
-                                               : 80 * 1024 / kRings;
+  static constexpr int kUnderWay = 1024 * (!kHopper       ? 80
+                                           : kWarpgroup   ? 128
+                                           : kIsE4m3      ? 32
+                                           : kFewUnderWay ? 64
+                                                          : 96);
+  static constexpr int kRingBytes = std::min(kLeftBytes, kUnderWay) / kRings;
   static constexpr int kSlots = kRingBytes / kSlotBytes;
   static_assert(kSlots >= (kWarpgroup ? 4 : 2));
+  // As many as the ring is long.
+  static constexpr int kSpans = std::min(((kSlots + 1) / 2 * kBlockN + 31) / 32, kMostSpans);
   using Ring = sm90::Pipeline<kSlots>;
 
   static constexpr int kAlignment = kWarpgroup ? 1024 : 128;
@@ -122,14 +131,15 @@ struct DecodeConfig {
       float4 out[kResults][kRows][kOutStride / 4];  // at the end
     };
     float4 received[kReceivedRows > 0 ? kReceivedRows : 1][kFours + 1];
+    int pages[kWarps][kSpans][32];
     Ring ring_pipeline;  // of warpgroups
     uint64_t queries_full, received_full;
   };
   // At least so much that no three thread blocks fit an SM: the plan counts with two.
   static constexpr size_t kSharedBytes =
-      std::max(sizeof(SharedStorage), size_t{kHopper && kBlocksPerSm == 2 ? 228 / 3 * 1024 : 0});
+      std::max(sizeof(SharedStorage), size_t{kTwoAnSm ? 228 / 3 * 1024 : 0});
   // So much that one thread block fills an SM.
-  static constexpr size_t kBytesAlone = kHopper && kBlocksPerSm == 2 ? 116 * 1024 : kSharedBytes;
+  static constexpr size_t kBytesAlone = kTwoAnSm ? 116 * 1024 : kSharedBytes;
   static_assert(kSharedBytes <= kMostBytes);
 };
 

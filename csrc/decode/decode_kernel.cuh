@@ -80,7 +80,8 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   // it: rows behind the last key are in the cache too. Nor do the first keys of warpgroups wait for
   // the barriers.
   const int stride = schedule.splits * kStepKeys;
-  KeyLoader<Config> loader(params, batch, head_kv, schedule.page_shift, stride, lane);
+  KeyLoader<Config> loader(params, batch, head_kv, schedule.page_size, stride, lane,
+                           shared.pages[warp % kWarps]);
   const bool follows = follows_append<Config>(params);
   const bool is_loader = !Config::kWarpgroup || warp < kWarps;
   const auto start = [&](int begin, int end) {

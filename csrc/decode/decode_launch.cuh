@@ -120,10 +120,7 @@ DecodeLauncher prepare_kernel(const DecodePlan& plan, ForwardParams& params, Wor
   schedule.row_tiles = Divisor(rows.tiles);
   schedule.rows = rows.of_tile();
   divide(schedule, plan);
-  schedule.page_shift = -1;
-  for (int shift = 0; shift < 31; ++shift) {
-    if (params.page_size == 1 << shift) schedule.page_shift = shift;
-  }
+  schedule.page_size = Divisor(std::max(params.page_size, 1));
   int most_batch = kMaxGrid;  // of a launch
   if (plan.clusters > 1) {
     most_batch = std::min(most_batch, kKeptZero / (heads * plan.cluster));

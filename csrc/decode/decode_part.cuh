@@ -29,7 +29,7 @@ struct DecodeSchedule {
   Divisor group;           // query heads that read the same keys
   Divisor row_tiles;       // of a key head
   int rows;                // of a tile at most
-  int page_shift;          // log2 of the page size, or -1
+  Divisor page_size;       // 1 without pages
   int first_batch;         // of the launch
   bool starts_early;       // loads begin before the length of a sequence is known
 };

@@ -51,22 +51,6 @@ inline DecodePlan plan_of_splits(const DecodeWork& work, int splits, int most_cl
   return {work.counted ? splits : cluster, cluster};
 }
 
-// Bytes of a microsecond that an SM takes with one thread block and with two.
-struct SmBytes {
-  float one, two;
-};
-
-// Of tiles of 16 rows in 16 bits: fewer if keys are short, and if a block table says where they
-// are.
-inline SmBytes bytes_of_narrow(const DecodeWork& work, bool paged) {
-  constexpr SmBytes kLongKeys{55.9e3f, 86.2e3f};
-  const int64_t key_bytes = work.step_bytes / work.step_keys;  // of K and V
-  if (work.same_keys > 1 || key_bytes > 512) return kLongKeys;
-  if (key_bytes <= 256) return paged ? SmBytes{30e3f, 50e3f} : SmBytes{46e3f, 80e3f};
-  if (!paged) return kLongKeys;
-  return key_bytes <= 384 ? SmBytes{40e3f, 70e3f} : SmBytes{46e3f, 72e3f};
-}
-
 // slots_of(cluster, alone): thread blocks that run at a time, each alone on its SM or not
 template <typename SlotsOf>
 DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, SlotsOf slots_of) {
@@ -84,24 +68,18 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
 
   // Fitted to an H200, behind a product of a matrix and a vector: 1 to 512 tiles, 1k to 64k keys.
   // Microseconds; bytes of a microsecond from memory, from the L2 cache, of an SM with one thread
-  // block and with two, fewer of e4m3, which is widened. Memory is slower if some have two, and
-  // small pages come slower if none has.
-  constexpr float kBytes = 4.67e6f, kCacheBytes = 7.8e6f, kSmallPages = 0.93f;
+  // block and with two, fewer of e4m3, which is widened. Memory is slower if some have two.
+  constexpr float kBytes = 4.67e6f, kCacheBytes = 7.8e6f;
   constexpr float kByTwos = 0.96f;
   const bool narrow = work.tile_rows == 16, by_wgmma = work.tile_rows == 64;
   const float ends = narrow ? 4.f : by_wgmma ? 4.57f : 4.5f;
-  const SmBytes of_narrow = bytes_of_narrow(work, params.block_table != nullptr);
-  const float bytes_of_one = work.is_e4m3 ? 29e3f
-                             : narrow     ? of_narrow.one
-                             : by_wgmma   ? 53.8e3f
-                                          : 44.7e3f;
-  const float bytes_of_two = work.is_e4m3 ? 40e3f : narrow ? of_narrow.two : 50e3f;
+  const float bytes_of_one = work.is_e4m3 ? 29e3f : narrow ? 55.9e3f : by_wgmma ? 53.8e3f : 44.7e3f;
+  const float bytes_of_two = work.is_e4m3 ? 40e3f : narrow ? 86.2e3f : 50e3f;
   // To merge, for each turn of the threads: what the thread block has, 8 parts of a cluster, and of
   // 8 clusters, which also takes some time once.
   const float own_turn = by_wgmma ? 0.2f : 0.21f, cluster_parts = by_wgmma ? 0.2f : 0.52f;
   const float clusters_parts = by_wgmma ? 1.65f : 1.02f, of_clusters = by_wgmma ? 0.28f : 0.98f;
   constexpr int kMostClusters = 16;  // that are tried
-  const bool small_pages = params.block_table != nullptr && params.page_size < work.step_keys;
   const auto turns = [&](int rows) {
     return std::ceil(static_cast<float>(rows) / work.rows_of_threads);
   };
@@ -116,10 +94,7 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
       const float ones = std::min(blocks, alone) - twos;
       const float block_bytes = static_cast<float>(block_steps * work.step_bytes);
       // Tiles of the same keys read them from memory once.
-      const float most =
-          std::min(kBytes * work.same_keys, kCacheBytes) * (twos > 0      ? kByTwos
-                                                            : small_pages ? kSmallPages
-                                                                          : 1);
+      const float most = std::min(kBytes * work.same_keys, kCacheBytes) * (twos > 0 ? kByTwos : 1);
       // What part of their speed SMs have that want so many bytes together: near the memory's they
       // hinder each other.
       const auto share = [most](float wanted) {

@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/divisor.h"
 #include "common/sequence.h"
+#include "common/shared_address.h"
 #include "params.h"
 #include "ptx/cp_async.h"
 
@@ -15,13 +17,14 @@ namespace flash::decode {
 // then the values. Rows from `end` on become zero and are not read. Of a warpgroup, whose warps
 // share keys, each warp loads as many blocks.
 //
-// Without pages each lane goes on from address to address. With pages it knows the place of one of
-// 32 rows, and gives it to the lanes that copy the row. So pages may have any size, and what the
-// block table says is asked for 32 rows in advance.
+// Each lane knows the place of one of 32 rows, and gives it to the lanes that copy the row. So
+// pages may have any size. What the block table says is copied to shared memory with the keys of a
+// block as far before as the ring is long: whoever loads the rows has waited for those keys.
 template <typename Config>
 class KeyLoader {
   using KV = typename Config::KV;
   static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kSpans = Config::kSpans;
   static_assert(32 % kBlockN == 0);
   template <bool kValues>
   using Layout =
@@ -29,17 +32,18 @@ class KeyLoader {
   static constexpr int kChunk = 16 / sizeof(KV);  // elements
 
  public:
-  // page_shift: log2 of the page size, or -1
-  __device__ KeyLoader(const ForwardParams& params, int batch, int head_kv, int page_shift,
-                       int stride, int lane)
+  // pages: room of the warp for what the block table says
+  __device__ KeyLoader(const ForwardParams& params, int batch, int head_kv,
+                       const Divisor& page_size, int stride, int lane, int (*pages)[32])
       : params_(params),
         table_(params.block_table == nullptr
                    ? nullptr
                    : params.block_table + batch * params.block_table_stride),
+        page_size_(page_size),
         head_kv_(head_kv),
-        page_shift_(page_shift),
         stride_(stride),
         lane_(lane),
+        pages_(pages),
         before_(Config::kWarpgroup ? threadIdx.x / 32 * kBlockN : 0) {}
 
   // first: of the warp's first block
@@ -48,13 +52,14 @@ class KeyLoader {
     k_first_ = sequence.k_first;
     key_ = first;
     end_ = end;
-    if (table_ == nullptr) {
-      keys_ = first_row<false>();
-      values_ = first_row<true>();
-    } else if (!is_behind()) {
-      place_ = find(0);
-      next_place_ = find(32);
-    }
+    if (is_behind()) return;
+    if (table_ == nullptr) return go_to(k_batch_, row_at(0));
+    int pages[kSpans + 1];
+#pragma unroll
+    for (int i = 0; i <= kSpans; ++i) pages[i] = *entry_at(i * 32);
+#pragma unroll
+    for (int i = 0; i < kSpans; ++i) pages_[i][lane_] = pages[i + 1];
+    go_to_page(pages[0]);
   }
 
   // Moves the end forward. Rows from there on that are under way keep what is in memory:
@@ -86,30 +91,29 @@ class KeyLoader {
   }
 
  private:
-  // A row of a page, as the block table says: not clamped yet.
-  struct Place {
-    int page, row;
-  };
-
   // Whether no block is left.
   __device__ bool is_behind() const { return key_ - before_ >= end_; }
 
-  // Where the lane's chunks of the next block begin, without pages.
-  template <bool kValues>
-  __device__ const KV* first_row() const {
-    constexpr int kLanes = Layout<kValues>::kGroup;
-    return rows_of<const KV>(kValues ? params_.v : params_.k, k_batch_,
-                             k_first_ + key_ + lane_ / kLanes, head_kv_) +
-           lane_ % kLanes * kChunk;
+  // The row that is `ahead` and the lane behind the warp's next, among all pages of the sequence.
+  __device__ int row_at(int ahead) const {
+    const int i = ahead + lane_;
+    return k_first_ + min(key_ + i / kBlockN * stride_ + i % kBlockN, end_ - 1);
+  }
+  // What the block table says of it.
+  __device__ const int* entry_at(int ahead) const {
+    return table_ + page_size_.quotient(row_at(ahead));
   }
 
-  // Of the row that is `ahead` and the lane behind the warp's next.
-  __device__ Place find(int ahead) const {
-    const int i = ahead + lane_;
-    const int key = key_ + i / kBlockN * stride_ + i % kBlockN;
-    const int row = k_first_ + min(key, end_ - 1);
-    const int page = page_shift_ >= 0 ? row >> page_shift_ : row / params_.page_size;
-    return {table_[page], row - page * params_.page_size};
+  // The lane's row: of a batch entry or of a page.
+  __device__ void go_to(int slot, int row) {
+    key_row_ = slot * params_.k.batch_stride + row * params_.k.row_stride;
+    value_row_ = slot * params_.v.batch_stride + row * params_.v.row_stride;
+  }
+  // Of a page, as the block table says.
+  __device__ void go_to_page(int page) {
+    const int row = row_at(0);
+    go_to(min(max(page, 0), params_.slots_k - 1),
+          row - page_size_.quotient(row) * page_size_.value);
   }
 
   template <bool kValues>
@@ -120,8 +124,11 @@ class KeyLoader {
     const Operand& operand = kValues ? params_.v : params_.k;
     const int row = lane_ / kLanes, chunk = lane_ % kLanes;
     const int cols = (kValues ? params_.headdim_v : params_.headdim) - chunk * kChunk;
-    // row_source: of the lane's first chunk
-    const auto copy_row = [&](int pass, const KV* row_source) {
+    const KV* const source = rows_of<const KV>(operand, 0, 0, head_kv_) + chunk * kChunk;
+#pragma unroll
+    for (int pass = 0; pass < kBlockN; pass += kRows) {
+      const KV* const row_source = source + __shfl_sync(0xffffffff, kValues ? value_row_ : key_row_,
+                                                        first_lane_ + row + pass);
       const uint32_t target = slot + Tile::offset(before_ + row + pass, chunk);
       const bool valid_row = key_ + row + pass < end_;
 #pragma unroll
@@ -130,48 +137,34 @@ class KeyLoader {
         ptx::cp_async_16_zfill(target + group * Tile::kGroupBytes, row_source + col,
                                valid_row && col < cols);
       }
-    };
-    if (table_ == nullptr) {
-      const KV* source = kValues ? values_ : keys_;
-#pragma unroll
-      for (int pass = 0; pass < kBlockN; pass += kRows) {
-        copy_row(pass, source);
-        source += kRows * operand.row_stride;
-      }
-      return;
-    }
-    const int64_t offset = min(max(place_.page, 0), params_.slots_k - 1) * operand.batch_stride +
-                           place_.row * operand.row_stride;
-    const KV* const source = rows_of<const KV>(operand, 0, 0, head_kv_) + chunk * kChunk;
-#pragma unroll
-    for (int pass = 0; pass < kBlockN; pass += kRows) {
-      copy_row(pass, source + __shfl_sync(0xffffffff, offset, first_lane_ + row + pass));
     }
   }
 
   // To the next block.
   __device__ void advance() {
     key_ += stride_;
-    if (table_ == nullptr) {
-      keys_ += stride_ * params_.k.row_stride;
-      values_ += stride_ * params_.v.row_stride;
-      return;
-    }
     first_lane_ = (first_lane_ + kBlockN) % 32;
     if (first_lane_ > 0 || is_behind()) return;
-    place_ = next_place_;
-    next_place_ = find(32);
+    if (table_ == nullptr) return go_to(k_batch_, row_at(0));
+    constexpr int kBlocks = kSpans * 32 / kBlockN;  // since this was asked
+    ptx::cp_async_wait<2 * kBlocks - 1>();
+    int& page = pages_[span_][lane_];
+    go_to_page(page);
+    ptx::cp_async_4_zfill(shared_address(&page), entry_at(kSpans * 32), true);
+    span_ = span_ + 1 == kSpans ? 0 : span_ + 1;
   }
 
   const ForwardParams& params_;
   const int* const table_;  // (pages of a sequence), or null: not paged
-  const int head_kv_, page_shift_, stride_, lane_;
-  const int before_;  // keys of other warps in a tile that is shared
+  const Divisor& page_size_;
+  const int head_kv_, stride_, lane_;
+  int (*const pages_)[32];  // of kSpans times 32 rows, as the block table says
+  const int before_;        // keys of other warps in a tile that is shared
   int k_batch_, k_first_, end_;
-  const KV *keys_, *values_;      // without pages: of the lane, in the next block
-  int key_;                       // first key of the block
-  int first_lane_ = 0;            // that knows the place of the block's first row
-  Place place_{}, next_place_{};  // of one of 32 rows, and of the 32 rows behind them
+  int key_;                              // first key of the next block
+  int first_lane_ = 0;                   // that knows the place of the block's first row
+  int64_t key_row_ = 0, value_row_ = 0;  // offsets of the lane's one of 32 rows
+  int span_ = 0;                         // of pages_, of the 32 rows behind them
 };
 
 }  // namespace flash::decode

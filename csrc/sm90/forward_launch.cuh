@@ -37,6 +37,9 @@ constexpr int kLastSections = 3;
 constexpr int kDrawEarlyKeys = 2048;
 constexpr int kDrawEarlyTiles = 6;
 
+// Packed sequences whose tiles are drawn together, at most: a lane has each (tile_of_all).
+constexpr int kSequencesTogether = 32;
+
 // Of packed sequences it is an upper bound: each may end with a tile of its own.
 inline int64_t most_tickets(const ForwardParams& params, const ForwardSchedule& schedule) {
   if (params.cu_seqlens_q == nullptr) return schedule.tickets;
@@ -101,7 +104,7 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole, bool apart
                    splits == 1 && schedule.tickets > multiprocessors();
   const int64_t most = most_tickets(params, schedule);
   schedule.together = masked && params.cu_seqlens_q != nullptr && splits == 1 &&
-                      params.batch <= 32 && most > multiprocessors() &&
+                      params.batch <= kSequencesTogether && most > multiprocessors() &&
                       most <= int64_t{kLastTiles} * multiprocessors();
   return schedule;
 }

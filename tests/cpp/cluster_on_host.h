@@ -82,6 +82,7 @@ struct Copy {
   uint32_t target;
   const void* source;  // null: zeros
   uint64_t* barrier;
+  int bytes = 16;
 };
 struct Fiber {
   ucontext_t context;
@@ -168,9 +169,9 @@ inline void run_first_copy(Fiber& fiber) {
   if (copy.what == Copy::kArrival) arrive(copy.barrier, 1, 0);
   if (copy.what != Copy::kBytes) return;
   if (copy.source == nullptr) {
-    std::memset(memory + copy.target, 0, 16);
+    std::memset(memory + copy.target, 0, copy.bytes);
   } else {
-    std::memcpy(memory + copy.target, copy.source, 16);
+    std::memcpy(memory + copy.target, copy.source, copy.bytes);
   }
 }
 

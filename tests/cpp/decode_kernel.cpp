@@ -201,10 +201,7 @@ DecodeSchedule random_schedule(const Problem& problem, int tiles, int tile_rows,
   x.group = Divisor(problem.group);
   x.row_tiles = Divisor(tiles);
   x.rows = tile_rows;
-  x.page_shift = -1;
-  for (int shift = 0; shift < 31; ++shift) {
-    if (problem.page_size == 1 << shift) x.page_shift = shift;
-  }
+  x.page_size = Divisor(std::max(problem.page_size, 1));
   x.starts_early = (problem.left < 0 || problem.left >= problem.capacity) &&
                    problem.seqlen_new == 0 && !problem.is_padded() && !problem.is_shuffled();
   return x;

@@ -9,6 +9,10 @@ inline void cp_async_16_zfill(uint32_t target, const void* source, bool valid) {
   host::current->copies.push_back({Copy::kBytes, target, valid ? source : nullptr, nullptr});
   host::perhaps_wait();
 }
+inline void cp_async_4_zfill(uint32_t target, const void* source, bool valid) {
+  host::current->copies.push_back({Copy::kBytes, target, valid ? source : nullptr, nullptr, 4});
+  host::perhaps_wait();
+}
 inline void cp_async_commit() {
   host::current->copies.push_back({Copy::kEndOfGroup, 0, nullptr, nullptr});
 }
