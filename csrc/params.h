@@ -19,8 +19,8 @@ enum class DType : uint8_t {
 };
 
 // What a kernel is compiled for. kFull has softcap, ALiBi and dropout, the latter two also of a
-// part of a larger problem; on sm80 also tensors that cannot be moved 16 bytes at a time, and in
-// the forward pages. kPlain has none of them there.
+// part of a larger problem; on sm80 also tensors that cannot be moved 16 bytes at a time. kPlain
+// has none of them.
 enum class FeatureSet : uint8_t { kPlain, kFull };
 
 // What a call may ask for beyond dense sequences of tensors that can be moved 16 bytes at a time.

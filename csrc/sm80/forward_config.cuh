@@ -89,9 +89,10 @@ constexpr int count_forward_tiles(int headdim, int headdim_v) {
 }
 
 template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice,
-          bool kDivided_ = false>
+          bool kPaged_, bool kDivided_>
 struct ForwardConfig {
   using T = T_;
+  static constexpr bool kPaged = kPaged_;      // K and V may be in pages
   static constexpr bool kDivided = kDivided_;  // thread blocks have parts of the keys of a tile
   static constexpr ForwardTile kTile = forward_tile(kHeadDim_, kHeadDimV_, kChoice);
   static constexpr FeatureSet kFeatures = kFeatures_;

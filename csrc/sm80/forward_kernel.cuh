@@ -12,6 +12,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/divisor.h"
 #include "common/dropout.h"
 #include "common/fragment.h"
 #include "common/mask.h"
@@ -93,8 +94,8 @@ __device__ void accumulate_output(float (&out)[kRowTiles][kOutTiles][4],
 // window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-    forward_kernel(const __grid_constant__ ForwardParams params, int first_m_block, int first_batch,
-                   float scale_log2) {
+    forward_kernel(const __grid_constant__ ForwardParams params, Divisor page_size,
+                   int first_m_block, int first_batch, float scale_log2) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
@@ -158,11 +159,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   VLoader v_loader(rows_of<const T>(params.v, sequence.k_batch, first_key, head_kv),
                    params.v.row_stride, params.headdim_v, params.aligned, threadIdx.x);
   const auto load_keys = [&](auto& loader, uint32_t tile, const Operand& operand, int key) {
-    if (kFull && params.block_table != nullptr) {
-      const PagedRows rows(params, batch);
-      loader.load_scattered(
-          tile, n_end - key, rows_of<const T>(operand, 0, 0, head_kv),
-          [&](int row) { return rows.offset(operand, sequence.k_first + key + row); });
+    if (Config::kPaged && params.block_table != nullptr) {
+      loader.load_scattered(tile, n_end - key, rows_of<const T>(operand, 0, 0, head_kv),
+                            [&](int row) {
+                              return PagedRows(params, page_size, batch)
+                                  .offset(operand, sequence.k_first + key + row);
+                            });
     } else {
       loader.load(tile, n_end - key);
     }

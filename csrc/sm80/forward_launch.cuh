@@ -47,6 +47,7 @@ void launch_forward(ForwardParams params, cudaStream_t stream) {
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
   const float scale_log2 = scale_log2_of(params);
+  const Divisor page_size(std::max(params.page_size, 1));
   if (params.cu_seqlens_q != nullptr) {
     launch_clear_gaps<typename Config::T>(params, stream);
   }
@@ -59,8 +60,8 @@ void launch_forward(ForwardParams params, cudaStream_t stream) {
       const int blocks = std::min(num_m_blocks - m_block, most.m_blocks);
       const int sequences = std::min(params.batch - batch, most.batch);
       const dim3 grid(params.nheads, blocks * params.num_splits, sequences);
-      kKernel<<<grid, Config::kThreads, Config::kSharedBytes, stream>>>(params, m_block, batch,
-                                                                        scale_log2);
+      kKernel<<<grid, Config::kThreads, Config::kSharedBytes, stream>>>(params, page_size, m_block,
+                                                                        batch, scale_log2);
       check_cuda(cudaGetLastError(), "launch of the sm80 forward kernel");
       if constexpr (Config::kDivided) {
         const int64_t fours = int64_t{params.nheads} * Config::kBlockM * (Config::kHeadDimV / 4);
@@ -77,26 +78,31 @@ template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, Fe
 struct ForwardRow {
   static_assert(std::is_same_v<T, KV> && std::is_same_v<T, Out>);
   using Params = ForwardParams;
-  static constexpr uint32_t kTakes = features_of(kFeatures) | kCacheSlots |
-                                     (kFeatures == FeatureSet::kFull ? kAnyAlignment | kPages : 0);
+  static constexpr uint32_t kTakes = features_of(kFeatures) | kCacheSlots | kPages |
+                                     (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
   static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV);
 
   static auto prepare(Params& params, Workspaces& wanted) {
-    return choose_launcher(params, wanted, std::make_integer_sequence<int, kTiles>());
+    constexpr std::make_integer_sequence<int, kTiles> kChoices;
+    if (kFeatures == FeatureSet::kFull || params.block_table != nullptr) {
+      return choose_launcher<true>(params, wanted, kChoices);
+    }
+    return choose_launcher<false>(params, wanted, kChoices);
   }
 
  private:
-  template <int kChoice, bool kDivided = false>
-  using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice, kDivided>;
+  template <int kChoice, bool kPaged, bool kDivided>
+  using Config = ForwardConfig<T, kHeadDim, kHeadDimV, kFeatures, kChoice, kPaged, kDivided>;
 
-  template <int... kChoices>
+  template <bool kPaged, int... kChoices>
   static auto choose_launcher(Params& params, Workspaces& wanted,
                               std::integer_sequence<int, kChoices...>) {
     constexpr ForwardShape kShapes[] = {
-        {Config<kChoices>::kTile, Config<kChoices>::kSharedBytes}...};
-    constexpr void (*kWhole[])(Params, cudaStream_t) = {launch_forward<Config<kChoices>>...};
-    constexpr void (*kDivided[])(Params,
-                                 cudaStream_t) = {launch_forward<Config<kChoices, true>>...};
+        {Config<kChoices, kPaged, false>::kTile, Config<kChoices, kPaged, false>::kSharedBytes}...};
+    constexpr void (*kWhole[])(Params,
+                               cudaStream_t) = {launch_forward<Config<kChoices, kPaged, false>>...};
+    constexpr void (*kDivided[])(
+        Params, cudaStream_t) = {launch_forward<Config<kChoices, kPaged, true>>...};
     const ForwardPlan plan = plan_forward(params, kHeadDimV, kShapes);
     params.num_splits = plan.splits;
     if (plan.splits == 1) return kWhole[plan.tile];

@@ -52,7 +52,7 @@ __device__ uint2 widen_word(uint32_t bytes, float factor) {
 template <typename T, bool kOverlaps>
 __global__ void __launch_bounds__(kWidenThreads)
     widen_kernel(const __grid_constant__ WidenParams params, const WidenedToken key,
-                 const WidenedToken value) {
+                 const WidenedToken value, const Divisor page_size) {
   if constexpr (kOverlaps) ptx::wait_for_earlier_kernels();
   const bool keys = blockIdx.z == 0;
   const WidenedToken token = keys ? key : value;
@@ -69,7 +69,9 @@ __global__ void __launch_bounds__(kWidenThreads)
       slot = min(max(params.cache_batch_idx[batch], 0), params.slots_k - 1);
     }
     const auto source_of = [&](int row) {
-      if (params.block_table != nullptr) return PagedRows(params, batch).offset(cache, row);
+      if (params.block_table != nullptr) {
+        return PagedRows(params, page_size, batch).offset(cache, row);
+      }
       return slot * cache.batch_stride + row * cache.row_stride;
     };
     for (int place = threadIdx.x; place < token.chunks; place += blockDim.x) {

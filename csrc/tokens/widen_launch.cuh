@@ -26,13 +26,14 @@ struct WidenRow {
       return WidenedToken{chunks * params.nheads_kv, Divisor(chunks)};
     };
     const WidenedToken key = token(params.headdim), value = token(params.headdim_v);
+    const Divisor page_size(std::max(params.page_size, 1));
     const int columns = std::min(std::max(key.chunks, value.chunks), kWidenThreads);
     const dim3 block(columns, kWidenThreads / columns);
     const int rows = kWidenedRows * static_cast<int>(block.y);
     const dim3 grid((params.seqlen_k - 1) / rows + 1, std::min(params.batch, kMaxGrid), 2);
     return [=](const Params& bound, cudaStream_t stream) {
       launch_tokens<kOverlaps>(widen_kernel<T, kOverlaps>, grid, block, stream,
-                               "launch of the widen kernel", bound, key, value);
+                               "launch of the widen kernel", bound, key, value, page_size);
     };
   }
 };
