@@ -88,6 +88,11 @@ constexpr int count_forward_tiles(int headdim, int headdim_v) {
   return count;
 }
 
+// Whether the kernels of a feature set take pages. Of other head dims plain ones would spill.
+constexpr bool takes_pages(FeatureSet features, int headdim) {
+  return features == FeatureSet::kFull || headdim <= 64 || headdim == 128;
+}
+
 template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures_, int kChoice,
           bool kPaged_, bool kDivided_>
 struct ForwardConfig {

@@ -78,16 +78,22 @@ template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, Fe
 struct ForwardRow {
   static_assert(std::is_same_v<T, KV> && std::is_same_v<T, Out>);
   using Params = ForwardParams;
-  static constexpr uint32_t kTakes = features_of(kFeatures) | kCacheSlots | kPages |
-                                     (kFeatures == FeatureSet::kFull ? kAnyAlignment : 0);
+  static constexpr bool kFull = kFeatures == FeatureSet::kFull;
+  static constexpr bool kTakesPages = takes_pages(kFeatures, kHeadDim);
+  static constexpr uint32_t kTakes = features_of(kFeatures) | kCacheSlots |
+                                     (kTakesPages ? kPages : 0) | (kFull ? kAnyAlignment : 0);
   static constexpr int kTiles = count_forward_tiles(kHeadDim, kHeadDimV);
 
   static auto prepare(Params& params, Workspaces& wanted) {
     constexpr std::make_integer_sequence<int, kTiles> kChoices;
-    if (kFeatures == FeatureSet::kFull || params.block_table != nullptr) {
+    if constexpr (kFull) {
       return choose_launcher<true>(params, wanted, kChoices);
+    } else {
+      if constexpr (kTakesPages) {
+        if (params.block_table != nullptr) return choose_launcher<true>(params, wanted, kChoices);
+      }
+      return choose_launcher<false>(params, wanted, kChoices);
     }
-    return choose_launcher<false>(params, wanted, kChoices);
   }
 
  private:
