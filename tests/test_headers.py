@@ -101,7 +101,7 @@ def test_order_of_dense_tiles(tmp_path: Path) -> None:
 def test_plan_of_decoding(tmp_path: Path) -> None:
     """What it chooses is about as fast as the fastest that was measured."""
     rows = json.loads((RESULTS / "decode-parts.json").read_text())["rows"]
-    names = ("batch", "seqlen", "nheads", "nheads_kv", "queries", "page_size")
+    names = ("batch", "seqlen", "nheads", "nheads_kv", "queries")
     numbers = [row[name] for row in rows for name in names]
     status, printed = output_of("decode_plan", tmp_path, numbers, ())
     chosen = zip((row["us"] for row in rows), printed.split(), strict=True)

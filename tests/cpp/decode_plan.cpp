@@ -16,17 +16,13 @@ constexpr int kAlone[] = {132, 132, 117, 120, 110, 102, 105, 120,
                           81,  70,  77,  84,  91,  98,  105, 112};
 
 int main() {
-  int batch, seqlen_k, nheads, nheads_kv, seqlen_q, page_size;
-  while (std::scanf("%d %d %d %d %d %d", &batch, &seqlen_k, &nheads, &nheads_kv, &seqlen_q,
-                    &page_size) == 6) {
-    const int no_table = 0;
+  int batch, seqlen_k, nheads, nheads_kv, seqlen_q;
+  while (std::scanf("%d %d %d %d %d", &batch, &seqlen_k, &nheads, &nheads_kv, &seqlen_q) == 5) {
     ForwardParams params{};
     params.batch = batch;
     params.seqlen_q = seqlen_q;
     params.seqlen_k = seqlen_k;
     params.window_left = -1;
-    params.page_size = page_size;
-    if (page_size > 0) params.block_table = &no_table;
     const int rows = seqlen_q * (nheads / nheads_kv);
     int best_rows = 0;
     DecodePlan best{1, 1};

@@ -14,7 +14,8 @@ ForwardPlan plan(const ForwardParams& params, std::integer_sequence<int, kChoice
   using Element = uint16_t;
   constexpr ForwardShape kShapes[] = {
       {forward_tile(kHeadDim, kHeadDimV, kChoices),
-       ForwardConfig<Element, kHeadDim, kHeadDimV, FeatureSet::kPlain, kChoices, false, false>::kSharedBytes}...};
+       ForwardConfig<Element, kHeadDim, kHeadDimV, FeatureSet::kPlain, kChoices, false,
+                     false>::kSharedBytes}...};
   return plan_forward(params, kHeadDimV, kShapes);
 }
 
