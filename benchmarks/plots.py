@@ -103,7 +103,7 @@ def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
             bandwidth = data["environment"]["arguments"]["bandwidth"]
             yield f"-{dtype}", cache_speed(rows, f"KV cache, {dtype} on {device}", bandwidth)
     for words, rows in by_figure.items():
-        speeds = [by_backend(row) for row in rows]
+        speeds = [row["tflops"] for row in rows]
         names = [name for name in STYLES if any(name in speed for speed in speeds)]
         if not names:  # all skipped
             continue
@@ -137,14 +137,6 @@ def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
         title = f"Attention {' '.join(words)} on {device}\n{row['tokens']} tokens, {heads}"
         finish(figure, title, names)
         yield "-" + "-".join(words).replace(" ", ""), figure
-
-
-def by_backend(row: Row) -> dict[str, float]:
-    """TFLOP/s by what computed it: in older records the backward of "sm90" was sm80's."""
-    speeds = dict(row["tflops"])
-    if "backend" not in row and row["direction"] == "backward" and "sm90" in speeds:
-        speeds.setdefault("sm80", speeds.pop("sm90"))
-    return speeds
 
 
 def cache_speed(rows: Sequence[Row], title: str, bandwidth: float | None) -> Figure:

@@ -988,22 +988,10 @@ def test_columns_follow_the_backend(capsys):
     assert line[2:7] == ["192/128", "yes", "32x77", "1", "1/1"] and line[-2:] == ["a", "model"]
 
 
-def test_plots_name_what_computed(tmp_path):
-    path = report.ROOT / "benchmarks" / "results" / "nvidia-h200" / "attention.json"
-    rows = json.loads(path.read_text())["rows"]
-    for row in rows:
-        named = plots.by_backend(row)
-        assert "sm80" in named and ("sm90" in named) == (row["direction"] == "forward")
-        assert {**named, "sm90": 0} == {**row["tflops"], "sm90": 0}
-    of_now = {"direction": "backward", "backend": {"sm90": "sm90"}, "tflops": {"sm90": 1.0}}
-    assert plots.by_backend(of_now) == {"sm90": 1.0}
-
-
 @pytest.mark.skipif(not DRAWS, reason="needs matplotlib")
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_every_preset_can_be_drawn(name):
-    stem = "attention" if name == "lengths" else f"attention-{name}"
-    path = report.ROOT / "benchmarks" / "results" / "nvidia-h200" / f"{stem}.json"
+    path = report.ROOT / "benchmarks" / "results" / "nvidia-h200" / f"attention-{name}.json"
     if path.exists():
         data = json.loads(path.read_text())
         if name == "decode":

@@ -78,6 +78,39 @@ def test_neighbours_that_hold_nan(device, mask, headdims):
     check(problem, backward=False)
 
 
+@pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("longest", [128, 300])
+def test_gradients_beside_nan(device, longest, headdim):
+    """NaN in sequences 1 and 3 and behind the last is in no gradient of the others.
+
+    Up to 128 keys tiles write dQ themselves, beyond they add to it.
+    """
+    lengths = [61, longest, 5, longest - 1, 100]
+    bounds = torch.tensor([3, *lengths], dtype=torch.int32, device=device).cumsum(0).int()
+    rows = int(bounds[-1]) + 70
+    qkvd = [
+        torch.randn(rows, heads, headdim, dtype=torch.bfloat16, device=device)
+        for heads in (4, 2, 2, 4)
+    ]
+    sequence = torch.bucketize(torch.arange(rows, device=device), bounds, right=True) - 1
+    clean = (sequence == 0) | (sequence == 2) | (sequence == 4)
+
+    def gradients() -> tuple[Tensor, ...]:
+        q, k, v = (x.clone().requires_grad_() for x in qkvd[:3])
+        out = flash_attn.flash_attn_varlen_func(
+            q, k, v, bounds, bounds, longest, longest, causal=True, deterministic=True
+        )
+        return torch.autograd.grad(out, (q, k, v), qkvd[3])
+
+    expected = gradients()
+    for x in qkvd:
+        x[~clean] = NAN
+    outside = (sequence < 0) | (sequence == 5)
+    for got, want in zip(gradients(), expected, strict=True):
+        assert torch.equal(got[clean], want[clean]) and (got[outside] == 0).all()
+        assert want.isfinite().all() and got[sequence == 1].isnan().any()
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("device", backend_params("cuda-default"), indirect=True)
 def test_misaligned_tensors_run_elsewhere(device, which):

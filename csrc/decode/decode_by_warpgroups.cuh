@@ -17,12 +17,21 @@
 #include "params.h"
 #include "ptx/cp_async.h"
 #include "ptx/griddepcontrol.h"
+#include "ptx/named_barrier.h"
 #include "ptx/opaque.h"
 #include "ptx/wgmma.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::decode {
+
+// Waits until all are done with the ring: the loaders, who may take their registers back then, and
+// the warpgroups, each at a place of the code.
+template <typename Config>
+__device__ void finish_ring() {
+  constexpr int kBarrier = 1;
+  ptx::bar_sync(kBarrier, Config::kThreads);
+}
 
 // By one thread, before all wait for it.
 template <typename Config>
@@ -150,7 +159,7 @@ __device__ void multiply_part(const ForwardParams& params, const Part& part, boo
     pipeline.release(values, lane);
     state = State{state.count + 2 * Config::kWarpgroups};
   }
-  __syncthreads();  // both are done with the ring
+  finish_ring<Config>();
   leave_result<Config>(shared, warpgroup, warp * sm90::kWarpRows, part.tile, rows.softmax, out,
                        lane);
 }

@@ -140,7 +140,7 @@ __device__ void attend(const ForwardParams& params, const DecodeSchedule& schedu
   } else if (is_loader) {
     if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_dec<Config::kRegistersToLoad>();
     if (has_keys) load_part<Config>(params, schedule, keys, loader, shared, warp);
-    __syncthreads();  // the warpgroups are done with the ring
+    finish_ring<Config>();
     if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_inc<Config::kRegisters>();
   } else {
     if constexpr (Config::kGivesRegisters) ptx::setmaxnreg_inc<Config::kRegistersToMultiply>();

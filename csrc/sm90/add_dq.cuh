@@ -5,12 +5,13 @@
 #include <cstdint>
 #include <cuda/ptx>
 
+#include "common/pack.h"
 #include "common/range.h"
+#include "common/sequence.h"
 #include "params.h"
 #include "ptx/atomics.h"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/store.cuh"
 
 namespace flash::sm90 {
 
@@ -66,42 +67,50 @@ __device__ void add_dq(const BackwardParams& params, typename Config::SharedStor
   cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
 }
 
-constexpr int kDqWriters = 2;  // warps
+constexpr int kDqWriters = 3;  // warps
 
-// dQ = softmax_scale * what is in shared memory, rounded to T: each writer takes every other 8
-// rows. It ends at a step without a row tile.
+// dQ = softmax_scale * what is in shared memory, rounded to T: writers take 8 rows in turn. It ends
+// at a step without a row tile.
 template <typename Config>
 __device__ void write_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
                          int writer, int lane) {
   using T = typename Config::T;
-  constexpr int kTiles = Config::kDqChunkCols / 8, kTilesAtOnce = 2;
-  static_assert(Config::kDqChunkCols == Config::kHeadDim);
+  constexpr int kTiles = Config::kDqChunkCols / 8, kTilesAtOnce = 4;
+  static_assert(Config::kDqChunkCols == Config::kHeadDim && kTiles % kTilesAtOnce == 0);
+  const int first_row = writer * 8 + lane / 4;
 #pragma unroll 1
   for (PipelineState<Config::kDqStages> state;; state.advance()) {
     const PipelineState<Config::kStepSlots> slot{state.count};
     if (shared.steps.look(slot).row_tile < 0) return;
     const StepQueries& queries = shared.step_queries[slot.stage()];
+    int left = queries.rows - first_row;  // rows from the lane's on
+    T* target = rows_of<T>(params.dq, queries.batch, queries.first_row + first_row, queries.head);
     shared.dq_pipeline.wait_full(state);
-    // Of the lane, in accumulators of 16 rows: its columns in the first 8 rows, then in the others.
-    const float2* source =
-        reinterpret_cast<const float2*>(shared.dq[state.stage()] + lane) + writer;
 #pragma unroll 1
-    for (int row = writer * 8 + lane / 4; row < Config::kBlockM; row += 16) {
-      T* target = nullptr;
-      if (row < queries.rows) {
-        target = rows_of<T>(params.dq, queries.batch, queries.first_row + row, queries.head);
-      }
-#pragma unroll 1
-      for (int n = 0; n < kTiles; n += kTilesAtOnce) {
-        float out[kTilesAtOnce][4];
+    for (int octet = writer; octet < Config::kBlockM / 8; octet += kDqWriters) {
+      // Of the lane, in accumulators of 16 rows: its columns in the first 8 rows, then in the
+      // others.
+      const float2* const source = reinterpret_cast<const float2*>(shared.dq[state.stage()] +
+                                                                   octet / 2 * kTiles * 32 + lane) +
+                                   octet % 2;
 #pragma unroll
-        for (int i = 0; i < kTilesAtOnce; ++i, source += 2 * 32) {
-          out[i][0] = source->x * params.softmax_scale,
-          out[i][1] = source->y * params.softmax_scale;
+      for (int n = 0; n < kTiles; n += kTilesAtOnce) {
+        uint32_t x[kTilesAtOnce];
+#pragma unroll
+        for (int i = 0; i < kTilesAtOnce; ++i) {
+          const float2 pair = source[(n + i) * 2 * 32];
+          x[i] = pack(pair.x * params.softmax_scale, pair.y * params.softmax_scale, T());
         }
-        store_row<T, kTilesAtOnce>(target, params.headdim - n * 8, out, 0, lane);
-        if (target != nullptr) target += kTilesAtOnce * 8;
+#pragma unroll
+        for (int i = 0; i < kTilesAtOnce; ++i) {
+          const int col = (n + i) * 8;
+          if (left > 0 && col < params.headdim) {
+            reinterpret_cast<uint32_t*>(target + col)[lane % 4] = x[i];
+          }
+        }
       }
+      left -= kDqWriters * 8;
+      target += kDqWriters * 8 * params.dq.row_stride;
     }
     shared.dq_pipeline.release(state, lane);
   }

@@ -67,9 +67,9 @@ struct BackwardConfig {
     Pipeline<kStages> q_pipeline, dout_pipeline;
     Pipeline<kDsStages> ds_pipeline;
     Pipeline<kDqStages, kDqFullBarriers> dq_pipeline;
-    uint64_t tail_full;  // a block whose rows past the sequence are cleared first
     TilePipeline<Tile> tiles;
     StepBoard<kStepSlots> steps;
+    uint64_t tail_full[kTails];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

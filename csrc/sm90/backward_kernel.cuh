@@ -13,7 +13,8 @@
 //   consumers  two warpgroups: own 64 keys each; dK and dV stay in their registers, and so do P^T
 //              and dS^T
 //   adders     two warps: have TMA add dQ to a float32 workspace, the second only if that goes in
-//              turns; of lone tiles, both write dQ
+//              turns
+//   writers    of lone tiles, in place of adders, three warps: write dQ
 //
 // dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
 // dQ. The causal or window mask: KeyTileRange takes the blocks of queries that see some key,
@@ -54,7 +55,9 @@ namespace flash::sm90 {
 template <typename Config>
 __device__ void produce(BackwardProducer<Config> producer) {
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
+  constexpr int kHeadDim = Config::kHeadDim;
+  static_assert(Config::kHeadDimV == kHeadDim);
+  using T = typename Config::T;
   const BackwardParams& params = producer.params;
   const BackwardSchedule& schedule = producer.schedule;
   auto& shared = producer.shared;
@@ -78,24 +81,40 @@ __device__ void produce(BackwardProducer<Config> producer) {
     if (step.left == 0) continue;
     const Sequence& sequence = range.sequence;
     const int first_tile = dq_tile<kBlockM>(params, sequence, tile.batch);
-    const auto load_keys = [&](auto cols, auto& pipeline, auto* stages, const CUtensorMap& map) {
+    const auto valid_keys = [&] { return sequence.seqlen_k - range.n_begin; };
+    const auto load_keys = [&](Tail tail, auto& pipeline, auto* stages, const CUtensorMap& map) {
       pipeline.wait_empty(kv_state);
-      producer.template load<kBlockN, decltype(cols)::value>(
-          stages[kv_state.stage()], map, pipeline.full[kv_state.stage()], sequence.k_batch,
-          sequence.k_first, tile.head_kv, range.n_begin, sequence.seqlen_k - range.n_begin,
-          schedule.clear_tail_k);
+      producer.template load<kBlockN, kHeadDim>(
+          tail, stages[kv_state.stage()], map, pipeline.full[kv_state.stage()], sequence.k_batch,
+          sequence.k_first, tile.head_kv, range.n_begin, valid_keys(), schedule.clear_tail_k);
     };
-    const std::integral_constant<int, kHeadDim> cols{};
-    const std::integral_constant<int, kHeadDimV> cols_v{};
-    load_keys(cols, shared.k_pipeline, shared.k, producer.maps.k);
+    load_keys(kTailOfK, shared.k_pipeline, shared.k, producer.maps.k);
 #pragma unroll 1
     for (bool first = true; step.left > 0; first = false, step.next(range.m_blocks)) {
       const BulkCopy statistics = producer.announce(range, step, first_tile, state);
-      producer.template load_queries<kHeadDim>(shared.q_pipeline, state, shared.q, producer.maps.q,
-                                               sequence, step, statistics);
-      if (first) load_keys(cols_v, shared.v_pipeline, shared.v, producer.maps.v);
-      producer.template load_queries<kHeadDimV>(shared.dout_pipeline, state, shared.dout,
-                                                producer.maps.dout, sequence, step);
+      producer.template load_queries<kHeadDim>(kTailOfQ, shared.q_pipeline, state, shared.q,
+                                               producer.maps.q, sequence, step, statistics);
+      if (first) load_keys(kTailOfV, shared.v_pipeline, shared.v, producer.maps.v);
+      producer.template load_queries<kHeadDim>(kTailOfDout, shared.dout_pipeline, state,
+                                               shared.dout, producer.maps.dout, sequence, step);
+      // Rows behind the sequence are cleared while the loads of all four are under way.
+#pragma unroll 1
+      for (int tail = first ? kTailOfK : kTailOfQ; tail <= kTailOfDout; ++tail) {
+        const int stage = state.stage(), kv_stage = kv_state.stage();
+        const bool of_keys = tail < kTailOfQ;
+        T* const tile = tail == kTailOfK   ? shared.k[kv_stage]
+                        : tail == kTailOfV ? shared.v[kv_stage]
+                        : tail == kTailOfQ ? shared.q[stage]
+                                           : shared.dout[stage];
+        uint64_t& full = tail == kTailOfK   ? shared.k_pipeline.full[kv_stage]
+                         : tail == kTailOfV ? shared.v_pipeline.full[kv_stage]
+                         : tail == kTailOfQ ? shared.q_pipeline.full[stage]
+                                            : shared.dout_pipeline.full[stage];
+        producer.template finish_load<kHeadDim>(
+            tail, tile, full, of_keys ? kBlockN : kBlockM,
+            of_keys ? valid_keys() : sequence.seqlen_q - step.m_block * kBlockM,
+            of_keys ? schedule.clear_tail_k : schedule.clear_tail_q);
+      }
       state.advance();
     }
     kv_state.advance();
@@ -312,7 +331,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.ds_pipeline.init(Config::kConsumerWarps, Config::kConsumerWarps);
     shared.dq_pipeline.init(schedule.lone ? kDqWriters : 1, Config::kConsumerWarps);
     shared.steps.init();
-    init_barrier(shared.tail_full, 1);
+    for (uint64_t& barrier : shared.tail_full) init_barrier(barrier, 1);
     shared.tiles.init(Config::kConsumerWarps);
     fence_barrier_init();
   }
@@ -326,18 +345,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int helper = warp_uniform(threadIdx.x / 32) - Config::kConsumerWarps;
     if (helper == 0) {
-      produce(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}});
+      produce(BackwardProducer<Config>{params, maps, schedule, shared, lane});
     } else {
       ptx::wait_for_earlier_kernels();
     }
     if (helper == 1) ptx::let_next_kernel_start();
-    if (helper >= 2) {
+    if (helper >= 1 && schedule.lone) {
+      write_dq<Config>(params, shared, helper - 1, lane);
+    } else if (helper >= 2 && lane == 0) {
       const auto whole = [](int) { return Range{0, 1}; };
-      if (schedule.lone) {
-        write_dq<Config>(params, shared, helper - 2, lane);
-      } else if (lane == 0) {
-        add_dq<Config>(params, shared, whole, helper - 2, 0);
-      }
+      add_dq<Config>(params, shared, whole, helper - 2, 0);
     }
   }
 }

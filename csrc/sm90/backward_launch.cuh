@@ -23,6 +23,9 @@
 
 namespace flash::sm90 {
 
+// Thread blocks that look for rows of no sequence, at most: each reads the bounds of all.
+constexpr unsigned kClearing = 512;
+
 // Of one head in the workspaces: see dq_tile.
 inline int row_tiles(const BackwardParams& params, int rows) {
   const int64_t tiles = params.cu_seqlens_q != nullptr
@@ -163,8 +166,11 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     };
     using Rows = RowsConfig<Config>;
     for_rows(Rows::kParts, [&](dim3 grid, int batch) {
+      const int clearing = schedule.lengths_on_device && batch == 0
+                               ? static_cast<int>(std::min(grid.x * grid.z, kClearing))
+                               : 0;
       launch_overlapping(backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
-                         "launch of the sm90 rows kernel", bound, batch, schedule.lone);
+                         "launch of the sm90 rows kernel", bound, batch, schedule.lone, clearing);
     });
     BackwardSchedule placed = schedule;
     if (schedule.rotated) {
@@ -182,11 +188,10 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
       launch_overlapping(backward_parts_kernel<Config>, parts_grid, Config::kBlockN * 2, 0, stream,
                          "launch of the sm90 parts kernel", bound, schedule);
     }
-    if (schedule.lone && !schedule.lengths_on_device) return;
+    if (schedule.lone) return;
     for_rows(1, [&](dim3 grid, int batch) {
       launch_overlapping(backward_dq_kernel<Config>, grid, Config::kBlockM * 2, 0, stream,
-                         "launch of the sm90 dQ kernel", bound, batch,
-                         schedule.lengths_on_device && batch == 0, schedule.lone);
+                         "launch of the sm90 dQ kernel", bound, batch);
     });
   };
 }

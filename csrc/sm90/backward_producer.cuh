@@ -36,40 +36,44 @@ struct BackwardProducer {
   const BackwardSchedule& schedule;
   typename Config::SharedStorage& shared;
   const int lane;
-  PipelineState<1> tail_state;
+  uint32_t tail_phases = 0;  // a bit of each barrier
 
-  // Loads kRows rows of a tensor, from row `row` of a sequence on. Of them `valid_rows` are the
-  // sequence's; if `clear`, the others become zero.
+  // Starts the load of kRows rows of a tensor, from row `row` of a sequence on. Of them
+  // `valid_rows` are the sequence's; if `clear`, the others become zero by finish_load.
   // beside: what comes with them
   template <int kRows, int kCols>
-  __device__ void load(T* tile, const CUtensorMap& map, uint64_t& full, int slot, int first,
-                       int head, int row, int valid_rows, bool clear, const BulkCopy& beside = {},
-                       int first_part = 0) {
+  __device__ void load(Tail tail, T* tile, const CUtensorMap& map, uint64_t& full, int slot,
+                       int first, int head, int row, int valid_rows, bool clear,
+                       const BulkCopy& beside = {}, int first_part = 0) {
     const BlockTable table{};
     const SequenceRows rows{slot, 0, first, head, table};
-    clear = clear && valid_rows < kRows;
-    uint64_t& barrier = clear ? shared.tail_full : full;
+    uint64_t& barrier = clear && valid_rows < kRows ? shared.tail_full[tail] : full;
     load_rows<kRows, kCols>(tile, map, barrier, rows, row, kRows, lane, beside.bytes, first_part);
     if (lane == 0 && beside.bytes > 0) {
       cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, beside.target,
                                beside.source, beside.bytes, &barrier);
     }
-    if (clear) {
-      wait(shared.tail_full, tail_state.phase());
-      tail_state.advance();
-      clear_tail<kRows, kCols>(tile, valid_rows, lane);
-      arrive_of_warp(full, lane);
-    }
+  }
+  // Waits for rows behind the sequence and clears them. Loads of other tensors that have started
+  // arrive meanwhile.
+  template <int kCols>
+  __device__ void finish_load(int tail, T* tile, uint64_t& full, int rows, int valid_rows,
+                              bool clear) {
+    if (!clear || valid_rows >= rows) return;
+    wait(shared.tail_full[tail], tail_phases >> tail & 1);
+    tail_phases ^= 1u << tail;
+    clear_tail<kCols>(tile, rows, valid_rows, lane);
+    arrive_of_warp(full, lane);
   }
 
   // The block of queries of a step. rows: the sequence
   template <int kCols, typename Pipeline, typename Stages>
-  __device__ void load_queries(Pipeline& pipeline, typename Pipeline::State state, Stages& stages,
-                               const CUtensorMap& map, const Sequence& rows,
+  __device__ void load_queries(Tail tail, Pipeline& pipeline, typename Pipeline::State state,
+                               Stages& stages, const CUtensorMap& map, const Sequence& rows,
                                const StepIterator& step, const BulkCopy& beside = {}) {
     const int m_begin = step.m_block * Config::kBlockM;
     pipeline.wait_empty(state);
-    load<Config::kBlockM, kCols>(stages[state.stage()], map, pipeline.full[state.stage()],
+    load<Config::kBlockM, kCols>(tail, stages[state.stage()], map, pipeline.full[state.stage()],
                                  rows.q_batch, rows.q_first, step.head, m_begin,
                                  rows.seqlen_q - m_begin, schedule.clear_tail_q, beside);
   }

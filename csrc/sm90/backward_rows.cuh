@@ -76,15 +76,19 @@ struct RowsConfig {
 // (2, rows of a tile): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
 // it clears the workspace of dQ or, if all tiles of keys are lone ones, dQ of queries that see
 // none.
+// clearing: the first so many thread blocks clear the rows of no sequence in the results
 template <typename Config>
 __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
-    backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch,
-                         bool lone) {
+    backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch, bool lone,
+                         int clearing) {
   using T = typename Config::T;
   using Rows = RowsConfig<Config>;
   constexpr int kLanes = Rows::kLanes, kTimes = Rows::kTimes;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
+  if (const int block = blockIdx.z * gridDim.x + blockIdx.x; block < clearing && threadIdx.x < 32) {
+    clear_gaps<T>(params, block, clearing, threadIdx.x);
+  }
   const RowTile<Config::kBlockM> tile(params, first_batch, Rows::kParts);
   const Sequence& sequence = tile.sequence;
   const int first_row = tile.first_row + tile.part * Rows::kRows;
@@ -158,21 +162,14 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
   }
 }
 
-// dQ = softmax_scale * the workspace, rounded to T, unless lone tiles have written it: a warp takes
-// 16 rows. If `has_gaps`, it clears the rows of no sequence in the results.
+// dQ = softmax_scale * the workspace, rounded to T: a warp takes 16 rows.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kBlockM * 2)
-    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch,
-                       bool has_gaps, bool lone) {
+    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
-  if (has_gaps && threadIdx.x < 32) {
-    const int blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
-    clear_gaps<T>(params, block, blocks, threadIdx.x);
-  }
-  if (lone) return;
   const RowTile<kRows> tile(params, first_batch);
   const Sequence& sequence = tile.sequence;
   if (tile.first_row >= sequence.seqlen_q) return;

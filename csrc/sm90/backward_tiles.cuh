@@ -11,6 +11,9 @@
 
 namespace flash::sm90 {
 
+// Barriers of blocks whose rows behind the sequence are cleared when they have arrived.
+enum Tail { kTailOfK, kTailOfV, kTailOfQ, kTailOfDout, kTails };
+
 // What the host decides about a launch.
 struct BackwardSchedule : TileSchedule {
   bool clear_tail_q, clear_tail_k;  // there may be anything but zeros behind a sequence's last row

@@ -158,7 +158,7 @@ struct Producer {
     if (clear) {
       wait(shared.tail_full, tail_state.phase());
       tail_state.advance();
-      clear_tail<Config::kBlockN, Config::kHeadDimV>(v, valid_rows, lane);
+      clear_tail<Config::kHeadDimV>(v, Config::kBlockN, valid_rows, lane);
       arrive_of_warp(full, lane);
     }
     v_state.advance();

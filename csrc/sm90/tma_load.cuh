@@ -81,17 +81,16 @@ __device__ void load_rows(T* tile, const CUtensorMap& map, uint64_t& full, const
   }
 }
 
-// Zeros rows `valid_rows` .. kRows - 1 of a tile that has arrived, by one warp: of values behind a
+// Zeros rows `valid_rows` .. rows - 1 of a tile that has arrived, by one warp: of values behind a
 // sequence's last. Their probabilities are 0, but 0 * NaN is NaN.
-template <int kRows, int kCols, typename T>
-__device__ void clear_tail(T* tile, int valid_rows, int lane) {
+template <int kCols, typename T>
+__device__ void clear_tail(T* tile, int rows, int valid_rows, int lane) {
   constexpr int kChunks = kPartRowBytes / sizeof(uint4);  // of a row of a part
 #pragma unroll 1
-  for (int i = valid_rows * kChunks + lane; i < kRows * kChunks; i += 32) {
+  for (int i = valid_rows * kChunks + lane; i < rows * kChunks; i += 32) {
 #pragma unroll
     for (int part = 0; part < kParts<T, kCols>; ++part) {
-      auto* const rows = reinterpret_cast<uint4*>(tile + part * kRows * kBoxCols<T>);
-      rows[i] = make_uint4(0, 0, 0, 0);
+      reinterpret_cast<uint4*>(tile)[part * rows * kChunks + i] = make_uint4(0, 0, 0, 0);
     }
   }
   cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);

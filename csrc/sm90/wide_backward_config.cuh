@@ -66,7 +66,7 @@ struct WideBackwardConfig {
     uint64_t ds_full;       // this thread block's part of dS
     uint64_t peer_ds_full;  // the other's
     uint64_t ds_empty;      // both thread blocks have read both parts
-    uint64_t tail_full;     // a block whose rows past the sequence are cleared first
+    uint64_t tail_full[kTails];
     TilePipeline<Tile> tiles;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);

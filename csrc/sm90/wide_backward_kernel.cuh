@@ -132,10 +132,18 @@ __device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config
     const auto load_keys = [&](auto cols, auto& pipeline, auto* target, const CUtensorMap& map,
                                int of_rank, int first_part) {
       const int begin = range.n_begin + of_rank * kKeyRows;
+      const int valid_rows = max(sequence.seqlen_k - begin, 0);
       pipeline.wait_empty(tiles.keys);
       producer.template load<kKeyRows, decltype(cols)::value>(
-          target, map, pipeline.full[0], sequence.k_batch, sequence.k_first, tile.head_kv, begin,
-          max(sequence.seqlen_k - begin, 0), schedule.clear_tail_k, {}, first_part);
+          kTailOfK, target, map, pipeline.full[0], sequence.k_batch, sequence.k_first, tile.head_kv,
+          begin, valid_rows, schedule.clear_tail_k, {}, first_part);
+      producer.template finish_load<decltype(cols)::value>(
+          kTailOfK, target, pipeline.full[0], kKeyRows, valid_rows, schedule.clear_tail_k);
+    };
+    const auto finish_queries = [&](auto cols, auto& pipeline, auto* stages, auto state) {
+      producer.template finish_load<decltype(cols)::value>(
+          kTailOfQ, stages[state.stage()], pipeline.full[state.stage()], kBlockM,
+          sequence.seqlen_q - step.m_block * kBlockM, schedule.clear_tail_q);
     };
     const std::integral_constant<int, Config::kHeadDim> cols{};
     const std::integral_constant<int, Config::kHeadDimV> cols_v{};
@@ -146,11 +154,15 @@ __device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config
       const PipelineState<Config::kStages> q_state{count};
       const PipelineState<Config::kDoutStages> dout_state{count};
       const BulkCopy statistics = producer.announce(range, step, first_tile, q_state);
-      producer.template load_queries<Config::kHeadDim>(shared.q_pipeline, q_state, shared.q,
-                                                       producer.maps.q, sequence, step, statistics);
+      producer.template load_queries<Config::kHeadDim>(kTailOfQ, shared.q_pipeline, q_state,
+                                                       shared.q, producer.maps.q, sequence, step,
+                                                       statistics);
+      finish_queries(cols, shared.q_pipeline, shared.q, q_state);
       if (first) load_keys(cols_v, shared.v_pipeline, shared.v, producer.maps.v, rank, 0);
-      producer.template load_queries<Config::kHeadDimV>(
-          shared.dout_pipeline, dout_state, shared.dout, producer.maps.dout, sequence, step);
+      producer.template load_queries<Config::kHeadDimV>(kTailOfQ, shared.dout_pipeline, dout_state,
+                                                        shared.dout, producer.maps.dout, sequence,
+                                                        step);
+      finish_queries(cols_v, shared.dout_pipeline, shared.dout, dout_state);
       ++count;
       if (first) {
         load_keys(cols_dq, shared.peer_k_pipeline, shared.peer_k, producer.maps.k, 1 - rank,
@@ -428,7 +440,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     init_barrier(shared.peer_ds_full, 1);
     init_barrier(shared.ds_empty, Config::kCluster * Config::kWarps);
     shared.steps.init();
-    init_barrier(shared.tail_full, 1);
+    for (uint64_t& barrier : shared.tail_full) init_barrier(barrier, 1);
     fence_barrier_init();
   }
   ptx::cluster_sync();
@@ -469,7 +481,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   } else {
     ptx::setmaxnreg_dec<Config::kHelperRegisters>();
     if (role_warp == 0) {
-      produce_wide(BackwardProducer<Config>{params, maps, schedule, shared, lane, {}}, tiles);
+      produce_wide(BackwardProducer<Config>{params, maps, schedule, shared, lane}, tiles);
     }
     if (role_warp == 1) {
       ptx::wait_for_earlier_kernels();

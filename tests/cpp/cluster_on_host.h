@@ -72,7 +72,7 @@ struct Block {
   int rank, threads;
   Indices index;
   unsigned char* memory;
-  Meeting meeting;
+  Meeting meetings[16];  // by barrier
   bool any;
   std::vector<Warp> warps;
 };
@@ -261,7 +261,7 @@ inline void run_cluster(int threads, const std::vector<Indices>& blocks) {
 
 inline void __syncthreads() {
   host::Block& block = *host::current->block;
-  host::meet(block.meeting, block.threads, "its thread block");
+  host::meet(block.meetings[0], block.threads, "its thread block");
 }
 inline bool __syncthreads_or(bool x) {
   __syncthreads();
