@@ -24,7 +24,7 @@
 namespace flash::sm90 {
 
 // Thread blocks that look for rows of no sequence, at most: each reads the bounds of all.
-constexpr unsigned kClearing = 512;
+constexpr int64_t kClearing = 512;
 
 // Of one head in the workspaces: see dq_tile.
 inline int row_tiles(const BackwardParams& params, int rows) {
@@ -166,9 +166,9 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     };
     using Rows = RowsConfig<Config>;
     for_rows(Rows::kParts, [&](dim3 grid, int batch) {
-      const int clearing = schedule.lengths_on_device && batch == 0
-                               ? static_cast<int>(std::min(grid.x * grid.z, kClearing))
-                               : 0;
+      const int64_t blocks = int64_t{grid.x} * grid.z;
+      const auto clearing = static_cast<unsigned>(
+          schedule.lengths_on_device && batch == 0 ? std::min(blocks, kClearing) : 0);
       launch_overlapping(backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
                          "launch of the sm90 rows kernel", bound, batch, schedule.lone, clearing);
     });

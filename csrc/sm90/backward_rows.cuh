@@ -80,15 +80,14 @@ struct RowsConfig {
 template <typename Config>
 __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
     backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch, bool lone,
-                         int clearing) {
+                         unsigned clearing) {
   using T = typename Config::T;
   using Rows = RowsConfig<Config>;
   constexpr int kLanes = Rows::kLanes, kTimes = Rows::kTimes;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
-  if (const int block = blockIdx.z * gridDim.x + blockIdx.x; block < clearing && threadIdx.x < 32) {
-    clear_gaps<T>(params, block, clearing, threadIdx.x);
-  }
+  const unsigned block = blockIdx.z * gridDim.x + blockIdx.x;  // behind 2^32 from 0 on again
+  if (block < clearing && threadIdx.x < 32) clear_gaps<T>(params, block, clearing, threadIdx.x);
   const RowTile<Config::kBlockM> tile(params, first_batch, Rows::kParts);
   const Sequence& sequence = tile.sequence;
   const int first_row = tile.first_row + tile.part * Rows::kRows;
