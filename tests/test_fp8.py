@@ -94,13 +94,21 @@ def without_dropout(options: str, batch: int, nheads: int, device: str) -> dict[
     return OPTIONS[options](batch, nheads, device) | {"dropout_p": 0.0}
 
 
-def assert_rounded(out: Tensor, lse: Tensor, problem: Attention, level: str = "e4m3") -> None:
+def assert_rounded(
+    out: Tensor,
+    lse: Tensor,
+    problem: Attention,
+    level: str = "e4m3",
+    unsure: Tensor | None = None,
+) -> None:
     """out and lse are those of the problem in float64, but for P's encoding and sums.
 
     Tensor cores add products of e4m3 with about 14 bits.
 
     Each error is within the bound of that encoding; many together are as small as independent ones.
     What is quantised inside, by a level, may here and there lie a step off: it was near a tie.
+
+    unsure : of the shape of lse, bool: rows that may lie a step off, see ``near_ties``
     """
     inside = level != "e4m3"
     encoding = rounding_of(problem, level)
@@ -117,8 +125,8 @@ def assert_rounded(out: Tensor, lse: Tensor, problem: Attention, level: str = "e
         most, rms = (0.03, 3e-4) if inside else (2e-3, 3e-4) if lse_is_short else (1e-5, 1e-5)
         assert gap.max() <= most + encoding.lse, f"lse: {gap.max()}"
         rms += encoding.lse / 4  # of rows with few keys
-        if inside:  # without those that lie a step off
-            gap = gap.sort().values[: len(gap) * 99 // 100]
+        if unsure is not None:
+            gap = gap[~on_host(unsure)[specified][finite]]
         assert inside and len(gap) < MANY or gap.square().mean().sqrt() <= rms
     errors, bounds, variances = [out.new_zeros(0)], [out.new_zeros(0)], [out.new_zeros(0)]
     for b, rows, keys in exact.sequences():
@@ -368,16 +376,38 @@ def fake_quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return x.float() * scale
 
 
+def encoding_of(level: str) -> tuple[torch.dtype, float]:
+    """Of q and k, and its largest number."""
+    return (FP8, MOST) if level == "fast" else (torch.int8, 127.0)
+
+
+def rotated(x: Tensor) -> Tensor:
+    headdim = next(size for size in HEADDIMS if size >= x.shape[-1])
+    matrix = quantisation.rotation(headdim, x.device)
+    return torch.nn.functional.pad(x.float(), (0, headdim - x.shape[-1])) @ matrix
+
+
+def near_ties(problem: Attention, level: str) -> Tensor:
+    """Of the shape of lse: rows of q with a number that float32 may round either way, near a tie.
+
+    Of 960000 random rows, 8 to 256 columns, 343 became other numbers of int8 where the products
+    with signs were added first and norm and scale were one factor. All of them are near a tie.
+    """
+    dtype, most = encoding_of(level)
+    q = rotated(problem.q)
+    largest = q.abs().amax(-1, keepdim=True)
+    scale = (largest / most).masked_fill(largest == 0, 1.0)
+    below, above = (fake_quantised(q + x * largest, scale, dtype) for x in (-(2.0**-20), 2.0**-20))
+    return (below != above).any(-1).mT
+
+
 def read_back(problem: Attention, level: str) -> Attention:
     """The problem with q, k and v as the level rounds them; q and k rotated, which changes nothing.
 
     Written out a sequence, a head and a block of keys at a time.
     """
-    dtype, most = (FP8, MOST) if level == "fast" else (torch.int8, 127.0)
-    headdim = next(x for x in HEADDIMS if x >= problem.q.shape[-1])
-    matrix = quantisation.rotation(headdim, problem.q.device)
-    pad = (0, headdim - problem.q.shape[-1])
-    q, k = (torch.nn.functional.pad(x.float(), pad) @ matrix for x in (problem.q, problem.k))
+    dtype, most = encoding_of(level)
+    q, k = rotated(problem.q), rotated(problem.k)
     v = problem.v.float().clone()
     for _, rows, keys in problem.sequences():
         of_rows = q[rows]
@@ -409,7 +439,7 @@ def call_fp8(problem: Attention, level: str, **more: Any) -> tuple[Tensor, Tenso
 def check_level(problem: Attention, level: str) -> None:
     out, lse = call_fp8(problem, level)
     assert out.dtype == problem.q.dtype and lse.dtype == torch.float32
-    assert_rounded(out, lse, read_back(problem, level), level)
+    assert_rounded(out, lse, read_back(problem, level), level, near_ties(problem, level))
 
 
 @pytest.mark.parametrize("level", LEVELS)
