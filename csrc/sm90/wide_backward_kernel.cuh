@@ -128,7 +128,8 @@ __device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config
     ptx::wait_for_earlier_kernels();
     const Sequence& sequence = range.sequence;
     const int first_tile = dq_tile<kBlockM>(params, sequence, tile.batch);
-    // Of the keys of the thread block `of_rank`.
+    // Of the keys of the thread block `of_rank`. Each load ends before the next starts, so K and V
+    // share a barrier for rows behind the sequence, and so do Q and dO.
     const auto load_keys = [&](auto cols, auto& pipeline, auto* target, const CUtensorMap& map,
                                int of_rank, int first_part) {
       const int begin = range.n_begin + of_rank * kKeyRows;
