@@ -269,6 +269,8 @@ struct BackwardParams : AttentionParams {
   // each, cleared too: whose turn it is to add. Null: no order, the result may differ in its last
   // bits from run to run.
   int* dq_turn;
+  // sm90: how far dQ is, see sm90/idle_warps.cuh; null: no idle warp works on it.
+  int* dq_progress;
   // sm90: (nheads, row_tiles, 2, rows of a tile), see sm90/backward_rows.cuh.
   float* row_statistics;
   // What the parts of a tile leave of dK and dV. sm80: the last of them adds them up; sm90: another

@@ -198,11 +198,12 @@ def test_backward_of_tiles(device, lengths, options, headdims):
     assert_twice_the_same(problem)
 
 
-def gradients_of(problem: Attention) -> Callable[[], dict[str, Tensor]]:
-    """What it returns does one deterministic backward a call, in the thread that calls it."""
+def gradients_of(problem: Attention, deterministic: bool = True) -> Callable[[], dict[str, Tensor]]:
+    """What it returns does one backward a call, in the thread that calls it."""
     out, lse, _, _ = private_forward(problem)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
-    return lambda: private_backward(problem, dout, out, lse, place=torch.clone, deterministic=True)
+    options: dict[str, Any] = {"place": torch.clone, "deterministic": deterministic}
+    return lambda: private_backward(problem, dout, out, lse, **options)
 
 
 @pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
@@ -215,6 +216,45 @@ def test_backward_ends(device, lengths, headdims):
         last = gradients()
     for name, grad in last.items():
         assert torch.equal(grad, first[name]), name
+
+
+# Batch, queries, keys, heads, heads of keys, options: at least 6 tiles of keys for each SM, and 8
+# of them see the queries of a block.
+MANY_TILES = {
+    "full": (14, 600, 1000, 8, 8, {}),
+    "causal": (7, 2000, 2000, 8, 8, {"causal": True}),
+    "unseen-queries": (6, 2800, 2600, 8, 8, {"causal": True}),
+    "unseen-keys": (4, 300, 4000, 8, 8, {"window_size": (1500, 0)}),
+    "group": (17, 600, 1500, 8, 4, {"window_size": (1400, 100)}),
+}
+
+
+@pytest.mark.parametrize("headdim", [32, 64, 96, 128])
+@pytest.mark.parametrize("case", MANY_TILES)
+def test_idle_warps(device, case, headdim):
+    """With many tiles they clear and round dQ. Each batch entry alone has few, and no such work.
+
+    The workspaces lie where there was NaN, so nothing is added to what is not cleared.
+    """
+    batch, seqlen_q, seqlen_k, nheads, nheads_kv, options = MANY_TILES[case]
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    assert batch * nheads_kv * -(-seqlen_k // 128) >= 6 * sms
+    shape = (batch, seqlen_q, seqlen_k, nheads, nheads_kv, headdim)
+    problem = dense(*shape, dtype=torch.bfloat16, device=device, **options)
+    out, lse, _, _ = private_forward(problem)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+
+    def gradients(entries: slice) -> dict[str, Tensor]:
+        q, k, v = (x[entries].contiguous() for x in (problem.q, problem.k, problem.v))
+        given = (x[entries].contiguous() for x in (dout, out, lse))
+        return private_backward(replace(problem, q=q, k=k, v=v), *given, place=torch.clone)
+
+    torch.cuda.empty_cache()
+    torch.full((256 << 20,), NAN, device=device)
+    together = gradients(slice(batch))
+    for i in range(batch):
+        for name, alone in gradients(slice(i, i + 1)).items():
+            torch.testing.assert_close(together[name][i : i + 1], alone, rtol=2e-2, atol=2e-3)
 
 
 # Holds an SM for each thread block until `flag`, in pinned memory, is set; at most half a minute.
@@ -234,13 +274,18 @@ extern "C" __global__ void __launch_bounds__(1024) hold(volatile int* flag) {
 
 @pytest.mark.skipif(not hasattr(torch.cuda, "_compile_kernel"), reason="torch compiles no kernels")
 @pytest.mark.parametrize("headdim", [64, 128, 256])
-def test_backward_beside_another_kernel(device, headdim):
-    """In order, with a mask: a tile never waits for one of a thread block that has no SM yet."""
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_backward_beside_another_kernel(device, deterministic, headdim):
+    """With a mask, nothing waits for a thread block that has no SM yet.
+
+    In order that is a tile that adds later than others, else an idle warp.
+    """
+    seqlen = 1024 if deterministic else 2048  # 512 tiles, or 1024
     options = {"dtype": torch.bfloat16, "device": device, "causal": True}
-    problem = dense(2, 1024, 1024, 32, 32, headdim, **options)  # 512 tiles
+    problem = dense(2, seqlen, seqlen, 32, 32, headdim, **options)
     hold = torch.cuda._compile_kernel(HOLD, "hold")
     flag = torch.zeros(1, dtype=torch.int32).pin_memory()
-    gradients = gradients_of(problem)
+    gradients = gradients_of(problem, deterministic)
     expected = gradients()
     torch.cuda.synchronize()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -257,7 +302,8 @@ def test_backward_beside_another_kernel(device, headdim):
     finally:
         flag[0] = 1
     for name, grad in grads.items():
-        assert torch.equal(grad, expected[name]), name
+        rounding = 0.0 if deterministic else 2e-2
+        torch.testing.assert_close(grad, expected[name], rtol=rounding, atol=rounding / 10)
 
 
 def on_some_sms(run: Callable[[], Any]) -> tuple[Any, Any]:
@@ -316,6 +362,17 @@ def test_backward_on_some_sms(device, headdim, causal):
         if causal:
             assert torch.equal(called[name], expected), name
         torch.testing.assert_close(called[name], expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_idle_warps_on_some_sms(device, headdim):
+    """In a green context they end too, and leave nothing out."""
+    options = {"dtype": torch.bfloat16, "device": device, "causal": True}
+    gradients = gradients_of(dense(4, 2048, 2048, 16, 16, headdim, **options), deterministic=False)
+    expected = gradients()
+    for grads in on_some_sms(gradients):
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 4, 300])  # the last by the forward's kernels

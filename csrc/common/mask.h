@@ -22,8 +22,8 @@ struct Mask {
 
   // Key j of the sequence is seen by the queries first_query(j) .. end_query(j) - 1, as far as
   // there are any. Both bounds grow with j.
-  __device__ int first_query(int j) const { return max(0, j - shift - window_right); }
-  __device__ int end_query(int j) const { return j - shift + window_left + 1; }
+  __host__ __device__ int first_query(int j) const { return max(0, j - shift - window_right); }
+  __host__ __device__ int end_query(int j) const { return j - shift + window_left + 1; }
 
   // A row of a tile of scores sees the columns first_column(row) .. end_column(row) - 1.
   template <Rows kRows>
@@ -51,7 +51,7 @@ __device__ Range key_blocks(const Mask& mask, int row_begin, int row_end) {
 // The blocks of kBlockM queries of which one sees a key of key_begin .. key_end - 1: those whose
 // key_blocks, with blocks of key_end - key_begin keys, hold these keys.
 template <int kBlockM>
-__device__ Range query_blocks(const Mask& mask, int seqlen_q, int key_begin, int key_end) {
+__host__ __device__ Range query_blocks(const Mask& mask, int seqlen_q, int key_begin, int key_end) {
   const int end = min(seqlen_q, mask.end_query(key_end - 1));
   return {mask.first_query(key_begin) / kBlockM, (end + kBlockM - 1) / kBlockM};
 }

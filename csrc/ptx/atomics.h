@@ -32,10 +32,11 @@ __device__ inline int add_acq_rel(int* target, int x) {
   return before;
 }
 
-// ++*target; what this thread has seen happen happens before.
+// *target += x; what this thread has seen happen happens before.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: red" (.release.gpu)
-__device__ inline void red_release_increment(int* target) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;\n" ::"l"(__cvta_generic_to_global(target))
+__device__ inline void red_release_add(int* target, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(target)),
+               "r"(x)
                : "memory");
 }
 

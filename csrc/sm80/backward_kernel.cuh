@@ -139,7 +139,7 @@ struct DqTurn {
     while (ptx::load_acquire(place(m_begin)) < mine) {
     }
   }
-  __device__ void pass_on(int m_begin) const { ptx::red_release_increment(place(m_begin)); }
+  __device__ void pass_on(int m_begin) const { ptx::red_release_add(place(m_begin), 1); }
 
  private:
   __device__ int* place(int m_begin) const { return turns + (first_tile + m_begin / 16); }

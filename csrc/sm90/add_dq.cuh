@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <cuda/ptx>
 
-#include "common/pack.h"
 #include "common/range.h"
 #include "common/sequence.h"
 #include "params.h"
 #include "ptx/atomics.h"
 #include "sm90/backward_tiles.cuh"
+#include "sm90/idle_warps.cuh"
 #include "sm90/pipeline.cuh"
 
 namespace flash::sm90 {
@@ -23,45 +23,60 @@ constexpr int kOrderedAdders = 2;
 // counts: see KeyTileRange::turn. It ends at a step without a row tile.
 // adder: which of the warps it is; counter: the semaphore of these columns among a row tile's
 template <typename Config, typename ChunksOf>
-__device__ void add_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
-                       ChunksOf chunks_of, uint32_t adder, int counter) {
+__device__ void add_dq(const BackwardParams& params, const BackwardSchedule& schedule,
+                       typename Config::SharedStorage& shared, ChunksOf chunks_of, uint32_t adder,
+                       int counter) {
   constexpr int kChunkSize = Config::kBlockM * Config::kDqChunkCols;
   const uint32_t adders = params.dq_turn == nullptr ? 1 : kOrderedAdders;
   if (adder >= adders) return;
   PipelineState<Config::kDqStages> state;
+  int head = -1, added = 0;  // if idle warps wait: those that share K and V, and their steps so far
 #pragma unroll 1
   for (uint32_t i = 0;; ++i) {
-    const auto [row_tile, turn] = shared.steps.look(PipelineState<Config::kStepSlots>{i});
+    const auto [row_tile, turn, last] = shared.steps.look(PipelineState<Config::kStepSlots>{i});
     if (row_tile < 0) break;
+    if constexpr (Config::kHasIdleWarps) {
+      if (schedule.idle.head_steps > 0 && head < 0) {
+        head = head_of_row_tile<Config::kBlockM>(params, row_tile);
+        shared.idle.begin_head(params, schedule.idle, head);
+      }
+    }
     const Range chunks = chunks_of(row_tile);
     if (i % adders != adder) {
       state.count += chunks.end - chunks.begin;
-      continue;
-    }
-    int* turns = nullptr;
-    if (params.dq_turn != nullptr) {
-      turns = params.dq_turn + row_tile * Config::kDqTurns + counter;
-      // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
-      // forever.
-      while (ptx::load_acquire(turns) < turn) {
+    } else {
+      int* turns = nullptr;
+      if (params.dq_turn != nullptr) {
+        turns = params.dq_turn + row_tile * Config::kDqTurns + counter;
+        // Less than, not unequal: if bad cu_seqlens make sequences share counters, nothing waits
+        // forever.
+        while (ptx::load_acquire(turns) < turn) {
+        }
+        cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
       }
-      cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
-    }
-    float* const target = params.dq_accum + int64_t{row_tile} * Config::kDqSize;
+      float* const target = params.dq_accum + int64_t{row_tile} * Config::kDqSize;
 #pragma unroll 1
-    for (int chunk = chunks.begin; chunk < chunks.end; ++chunk, state.advance()) {
-      shared.dq_pipeline.wait_stored(state);
-      cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
-                                      cuda::ptx::op_add, target + chunk * kChunkSize,
-                                      reinterpret_cast<const float*>(shared.dq[state.stage()]),
-                                      sizeof(shared.dq[0]));
-      cuda::ptx::cp_async_bulk_commit_group();
-      cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
-      shared.dq_pipeline.release_alone(state);
+      for (int chunk = chunks.begin; chunk < chunks.end; ++chunk, state.advance()) {
+        shared.dq_pipeline.wait_stored(state);
+        cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
+                                        cuda::ptx::op_add, target + chunk * kChunkSize,
+                                        reinterpret_cast<const float*>(shared.dq[state.stage()]),
+                                        sizeof(shared.dq[0]));
+        cuda::ptx::cp_async_bulk_commit_group();
+        cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+        shared.dq_pipeline.release_alone(state);
+      }
+      if (turns != nullptr) {
+        cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+        ptx::red_release_add(turns, 1);
+      }
+      ++added;
     }
-    if (turns != nullptr) {
-      cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
-      ptx::red_release_increment(turns);
+    if constexpr (Config::kHasIdleWarps) {
+      if (last && head >= 0) {
+        shared.idle.end_head(params, head, added);
+        head = -1, added = 0;
+      }
     }
   }
   cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
@@ -75,8 +90,8 @@ template <typename Config>
 __device__ void write_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
                          int writer, int lane) {
   using T = typename Config::T;
-  constexpr int kTiles = Config::kDqChunkCols / 8, kTilesAtOnce = 4;
-  static_assert(Config::kDqChunkCols == Config::kHeadDim && kTiles % kTilesAtOnce == 0);
+  constexpr int kTiles = Config::kDqChunkCols / 8;
+  static_assert(Config::kDqChunkCols == Config::kHeadDim);
   const int first_row = writer * 8 + lane / 4;
 #pragma unroll 1
   for (PipelineState<Config::kDqStages> state;; state.advance()) {
@@ -93,22 +108,7 @@ __device__ void write_dq(const BackwardParams& params, typename Config::SharedSt
       const float2* const source = reinterpret_cast<const float2*>(shared.dq[state.stage()] +
                                                                    octet / 2 * kTiles * 32 + lane) +
                                    octet % 2;
-#pragma unroll
-      for (int n = 0; n < kTiles; n += kTilesAtOnce) {
-        uint32_t x[kTilesAtOnce];
-#pragma unroll
-        for (int i = 0; i < kTilesAtOnce; ++i) {
-          const float2 pair = source[(n + i) * 2 * 32];
-          x[i] = pack(pair.x * params.softmax_scale, pair.y * params.softmax_scale, T());
-        }
-#pragma unroll
-        for (int i = 0; i < kTilesAtOnce; ++i) {
-          const int col = (n + i) * 8;
-          if (left > 0 && col < params.headdim) {
-            reinterpret_cast<uint32_t*>(target + col)[lane % 4] = x[i];
-          }
-        }
-      }
+      round_octet<T, kTiles>(target, source, params.softmax_scale, left > 0, params.headdim, lane);
       left -= kDqWriters * 8;
       target += kDqWriters * 8 * params.dq.row_stride;
     }

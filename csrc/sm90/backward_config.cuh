@@ -6,6 +6,7 @@
 #include "params.h"
 #include "sm90/backward_tile.h"
 #include "sm90/backward_tiles.cuh"
+#include "sm90/idle_warps.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile_layout.cuh"
 #include "sm90/tile_scheduler.cuh"
@@ -46,6 +47,7 @@ struct BackwardConfig {
   static_assert(kBlockM % kWarpgroupRows == 0 && kConsumers == 2);
 
   static constexpr bool kWritesDq = true;             // of lone tiles
+  static constexpr bool kHasIdleWarps = true;         // see idle_warps.cuh
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqStages = 1;                 // in shared memory
   static constexpr int kDqFullBarriers = 2;           // two warps take every other step
@@ -70,6 +72,7 @@ struct BackwardConfig {
     TilePipeline<Tile> tiles;
     StepBoard<kStepSlots> steps;
     uint64_t tail_full[kTails];
+    IdleWarps<kHeadDim> idle;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

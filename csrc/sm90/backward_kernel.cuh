@@ -14,7 +14,9 @@
 //              and dS^T
 //   adders     two warps: have TMA add dQ to a float32 workspace, the second only if that goes in
 //              turns
-//   writers    of lone tiles, in place of adders, three warps: write dQ
+//   idle       two warps, if there is one adder: clear that workspace and round dQ of other heads,
+//              see idle_warps.cuh
+//   writers    of lone tiles, in place of adders and idle warps, three warps: write dQ
 //
 // dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
 // dQ. The causal or window mask: KeyTileRange takes the blocks of queries that see some key,
@@ -42,6 +44,7 @@
 #include "sm90/backward_rows.cuh"
 #include "sm90/backward_scores.cuh"
 #include "sm90/backward_tiles.cuh"
+#include "sm90/idle_warps.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/store.cuh"
 #include "sm90/tile_layout.cuh"
@@ -332,6 +335,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.dq_pipeline.init(schedule.lone ? kDqWriters : 1, Config::kConsumerWarps);
     shared.steps.init();
     for (uint64_t& barrier : shared.tail_full) init_barrier(barrier, 1);
+    shared.idle.init();
     shared.tiles.init(Config::kConsumerWarps);
     fence_barrier_init();
   }
@@ -352,9 +356,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (helper == 1) ptx::let_next_kernel_start();
     if (helper >= 1 && schedule.lone) {
       write_dq<Config>(params, shared, helper - 1, lane);
+    } else if (helper % 2 == 1 && schedule.idle.head_steps > 0) {
+      shared.idle.template run<Config>(params, schedule.idle, helper / 2, lane);
     } else if (helper >= 2 && lane == 0) {
       const auto whole = [](int) { return Range{0, 1}; };
-      add_dq<Config>(params, shared, whole, helper - 2, 0);
+      add_dq<Config>(params, schedule, shared, whole, helper - 2, 0);
+      if (helper == 2) shared.idle.end();
     }
   }
 }

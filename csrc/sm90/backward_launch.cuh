@@ -44,6 +44,49 @@ inline int row_tiles(const BackwardParams& params, int rows) {
                               "; accepted: up to 2^31 - 1");
 }
 
+// From so many tiles for each worker on idle warps work on dQ: with fewer, heads are done together,
+// at the end. And from so many steps for each row tile on: with fewer, there is no memory bandwidth
+// left beside the attention.
+constexpr int kTilesToIdle = 6, kStepsToIdle = 8;
+
+// Row tiles of a thread block of the dQ kernel where idle warps have rounded most of them.
+constexpr int kRowTilesTogether = 8;
+
+// What idle warps do in a launch with this schedule. Heads of a section are done together: the rows
+// kernel clears the workspace of the first section, idle warps that of the next.
+template <typename Config>
+IdleWork idle_work(const BackwardParams& params, const BackwardSchedule& schedule, int workers) {
+  IdleWork work{};
+  if (!Config::kHasIdleWarps || schedule.lone || schedule.lengths_on_device ||
+      params.deterministic || schedule.tiles < int64_t{kTilesToIdle} * workers) {
+    return work;
+  }
+  const Mask mask{params.seqlen_k, params.seqlen_k - params.seqlen_q, params.window_left,
+                  params.window_right};
+  const int64_t group = params.nheads / params.nheads_kv;
+  int64_t steps = 0;
+  for (int key = 0; key < params.seqlen_k; key += Config::kBlockN) {
+    const Range blocks =
+        query_blocks<Config::kBlockM>(mask, params.seqlen_q, key, key + Config::kBlockN);
+    steps += group * std::max(blocks.end - blocks.begin, 0);
+  }
+  const int parts = schedule.whole == 0 ? schedule.splits : 1;
+  const int64_t section = std::max((schedule.section + parts - 1) / parts,
+                                   (workers + schedule.blocks - 1) / schedule.blocks);
+  const int64_t head_tiles = group * ((params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM);
+  const int64_t tiles = head_tiles * params.batch * params.nheads_kv;
+  if (steps < kStepsToIdle * head_tiles || steps > INT_MAX ||
+      tiles + 2 * section * head_tiles > INT_MAX) {
+    return work;
+  }
+  work.head_steps = static_cast<int>(steps);
+  work.head_tiles = static_cast<int>(head_tiles);
+  work.tiles = static_cast<int>(tiles);
+  work.cleared = static_cast<int>(std::min(tiles, section * head_tiles));
+  work.ahead = static_cast<int>(2 * section * head_tiles);
+  return work;
+}
+
 // workers: thread blocks or clusters that run at a time
 template <typename Config>
 BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
@@ -76,6 +119,7 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
     schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
   }
   schedule.last_section = schedule.section;
+  schedule.idle = idle_work<Config>(params, schedule, workers);
   return schedule;
 }
 
@@ -137,6 +181,9 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
   }
+  if (schedule.idle.head_steps > 0) {
+    wanted.add("dq_progress", params.dq_progress, DqProgress(params).size(tiles));
+  }
   if (schedule.splits > 1) {
     wanted.add("partial_dkv", params.partial_dkv,
                int64_t{1} * (schedule.tiles - schedule.whole) * schedule.splits * Config::kBlockN *
@@ -157,20 +204,23 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
     replace_address(maps.dout, bound.dout.data);
-    // Of the kernels for queries: `parts` thread blocks for each head and row tile.
-    const auto for_rows = [&](int parts, auto launch) {
-      const int blocks = (bound.seqlen_q + Config::kBlockM - 1) / Config::kBlockM * parts;
+    // Of the kernels for queries: so many row tiles, or parts of them, of each batch entry, of
+    // which a thread block takes `together`.
+    const int blocks = (bound.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    const auto for_rows = [&](int count, int together, auto launch) {
       for (int batch = 0; batch < bound.batch; batch += kMaxGrid) {
-        launch(dim3(blocks * bound.nheads, 1, std::min(bound.batch - batch, kMaxGrid)), batch);
+        launch(dim3((count + together - 1) / together, 1, std::min(bound.batch - batch, kMaxGrid)),
+               batch);
       }
     };
     using Rows = RowsConfig<Config>;
-    for_rows(Rows::kParts, [&](dim3 grid, int batch) {
+    for_rows(blocks * Rows::kParts * bound.nheads, 1, [&](dim3 grid, int batch) {
       const int64_t blocks = int64_t{grid.x} * grid.z;
       const auto clearing = static_cast<unsigned>(
           schedule.lengths_on_device && batch == 0 ? std::min(blocks, kClearing) : 0);
       launch_overlapping(backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
-                         "launch of the sm90 rows kernel", bound, batch, schedule.lone, clearing);
+                         "launch of the sm90 rows kernel", bound, batch, schedule.lone, clearing,
+                         schedule.idle.cleared);
     });
     BackwardSchedule placed = schedule;
     if (schedule.rotated) {
@@ -189,9 +239,11 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
                          "launch of the sm90 parts kernel", bound, schedule);
     }
     if (schedule.lone) return;
-    for_rows(1, [&](dim3 grid, int batch) {
+    const int row_tiles = blocks * bound.nheads;
+    const int together = schedule.idle.head_steps > 0 ? kRowTilesTogether : 1;
+    for_rows(row_tiles, together, [&](dim3 grid, int batch) {
       launch_overlapping(backward_dq_kernel<Config>, grid, Config::kBlockM * 2, 0, stream,
-                         "launch of the sm90 dQ kernel", bound, batch);
+                         "launch of the sm90 dQ kernel", bound, batch, row_tiles);
     });
   };
 }

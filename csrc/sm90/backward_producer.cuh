@@ -81,7 +81,7 @@ struct BackwardProducer {
   // There are no more steps than `count`.
   __device__ void announce_end(uint32_t count) {
     shared.q_pipeline.wait_empty(PipelineState<Config::kStages>{count});
-    if (lane == 0) shared.steps.tell(PipelineState<Config::kStepSlots>{count}, {-1, 0});
+    if (lane == 0) shared.steps.tell(PipelineState<Config::kStepSlots>{count}, {-1, 0, true});
   }
 
   // Says where a step's dQ goes, and which statistics come with its Q.
@@ -100,7 +100,7 @@ struct BackwardProducer {
         shared.step_queries[slot.stage()] = {step.head, rows.q_batch, rows.q_first + m_begin,
                                              min(kBlockM, rows.seqlen_q - m_begin)};
       }
-      shared.steps.tell(slot, {row_tile, turn});
+      shared.steps.tell(slot, {row_tile, turn, step.left == 1});
     }
     return {shared.statistics[state.stage()],
             params.row_statistics + int64_t{row_tile} * (2 * kBlockM),

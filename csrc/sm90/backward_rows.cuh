@@ -12,6 +12,7 @@
 #include "params.h"
 #include "ptx/griddepcontrol.h"
 #include "sm90/backward_tile.h"
+#include "sm90/idle_warps.cuh"
 #include "sm90/store.cuh"
 
 namespace flash::sm90 {
@@ -28,21 +29,21 @@ __device__ int dq_tile(const AttentionParams& params, const Sequence& sequence, 
 template <int kRows>
 struct RowTile {
   int batch, head, first_row;
-  int part;  // the thread block's
+  int part;    // the thread block's
+  int number;  // of dense sequences, in the order of IdleWork
   Sequence sequence;
   int64_t place;  // in the workspaces
 
-  // Grid: (row tiles of the longest sequence * parts * nheads, 1, batch)
-  __device__ RowTile(const BackwardParams& params, int first_batch, int parts = 1)
-      : RowTile(params, first_batch + gridDim.z - 1 - blockIdx.z, gridDim.x - 1 - blockIdx.x,
-                parts) {}
-
- private:
-  __device__ RowTile(const BackwardParams& params, int batch, int block, int parts)
-      : batch(batch),
-        head(block % params.nheads),
-        first_row(block / params.nheads / parts * kRows),
-        part(block / params.nheads % parts),
+  // Grid: (, 1, batch). index: of the tile, or part, among those of a batch entry, of which there
+  // are `count`: row tiles of the longest sequence * parts * nheads
+  __device__ RowTile(const BackwardParams& params, int first_batch, int index, int count,
+                     int parts = 1)
+      : batch(first_batch + gridDim.z - 1 - blockIdx.z),
+        head((count - 1 - index) % params.nheads),
+        first_row((count - 1 - index) / params.nheads / parts * kRows),
+        part((count - 1 - index) / params.nheads % parts),
+        number((batch * params.nheads + head) * (count / (params.nheads * parts)) +
+               first_row / kRows),
         sequence(params, batch),
         place(int64_t{head} * params.row_tiles + dq_tile<kRows>(params, sequence, batch) +
               first_row / kRows) {}
@@ -74,13 +75,13 @@ struct RowsConfig {
 
 // delta = rowsum(dO * O) - dlse. Of each row it writes the statistics that the main kernel loads,
 // (2, rows of a tile): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
-// it clears the workspace of dQ or, if all tiles of keys are lone ones, dQ of queries that see
-// none.
+// it clears the first `cleared` row tiles of the workspace of dQ or, if all tiles of keys are lone
+// ones, dQ of queries that see none.
 // clearing: the first so many thread blocks clear the rows of no sequence in the results
 template <typename Config>
 __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
     backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch, bool lone,
-                         unsigned clearing) {
+                         unsigned clearing, int cleared) {
   using T = typename Config::T;
   using Rows = RowsConfig<Config>;
   constexpr int kLanes = Rows::kLanes, kTimes = Rows::kTimes;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
   ptx::let_next_kernel_start();
   const unsigned block = blockIdx.z * gridDim.x + blockIdx.x;  // behind 2^32 from 0 on again
   if (block < clearing && threadIdx.x < 32) clear_gaps<T>(params, block, clearing, threadIdx.x);
-  const RowTile<Config::kBlockM> tile(params, first_batch, Rows::kParts);
+  const RowTile<Config::kBlockM> tile(params, first_batch, blockIdx.x, gridDim.x, Rows::kParts);
   const Sequence& sequence = tile.sequence;
   const int first_row = tile.first_row + tile.part * Rows::kRows;
   if (tile.first_row >= sequence.seqlen_q) return;
@@ -116,7 +117,15 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
       if (params.dlse != nullptr) dlse[i] = params.dlse[at];
     }
   }
-  if (!Config::kWritesDq || !lone) {
+  if (Config::kWritesDq && lone) {
+    const int chunks = sees_keys<Config>(params, tile) ? 0 : params.headdim / 8;
+    for (int i = threadIdx.x; i < Rows::kRows * chunks; i += Rows::kThreads) {
+      const int row = first_row + i / chunks;
+      if (row >= sequence.seqlen_q) break;
+      T* const target = rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head);
+      reinterpret_cast<uint4*>(target)[i % chunks] = make_uint4(0, 0, 0, 0);
+    }
+  } else if (params.dq_progress == nullptr || tile.number < cleared) {
     constexpr int kChunks = Config::kDqSize / 4 / Rows::kParts;
     auto* const accum = reinterpret_cast<float4*>(params.dq_accum) +
                         (tile.place * Rows::kParts + tile.part) * kChunks;
@@ -124,13 +133,15 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
     for (int i = threadIdx.x; i < kChunks; i += Rows::kThreads) {
       accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
-  } else if (!sees_keys<Config>(params, tile)) {
-    const int chunks = params.headdim / 8;
-    for (int i = threadIdx.x; i < Rows::kRows * chunks; i += Rows::kThreads) {
-      const int row = first_row + i / chunks;
-      if (row >= sequence.seqlen_q) break;
-      T* const target = rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head);
-      reinterpret_cast<uint4*>(target)[i % chunks] = make_uint4(0, 0, 0, 0);
+  }
+  if (params.dq_progress != nullptr && tile.part == 0 && threadIdx.x == 0) {
+    const DqProgress progress(params);
+    *progress.rounded(tile.place) = 0;
+    const int group = params.nheads / params.nheads_kv;
+    if (tile.first_row == 0 && tile.head % group == 0) {
+      const int head = tile.batch * params.nheads_kv + tile.head / group;
+      *progress.added(head) = *progress.cleared(head) = 0;
+      if (head == 0) *progress.clearing() = *progress.rounding() = 0;
     }
   }
   if (params.dq_turn != nullptr && tile.part == 0 && threadIdx.x < Config::kDqTurns) {
@@ -161,47 +172,59 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
   }
 }
 
-// dQ = softmax_scale * the workspace, rounded to T: a warp takes 16 rows.
+// dQ = softmax_scale * the workspace, rounded to T: a warp takes 16 rows. A thread block takes the
+// tiles with indices gridDim.x apart, at most 32, that idle warps have not rounded.
+// count: see RowTile
 template <typename Config>
 __global__ void __launch_bounds__(Config::kBlockM * 2)
-    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
+    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch, int count) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
-  const RowTile<kRows> tile(params, first_batch);
-  const Sequence& sequence = tile.sequence;
-  if (tile.first_row >= sequence.seqlen_q) return;
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const float4* const accum =
-      reinterpret_cast<const float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4) + lane;
-  T* targets[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = tile.first_row + warp * 16 + half * 8 + lane / 4;
-    targets[half] = row < sequence.seqlen_q
-                        ? rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head)
-                        : nullptr;
+  const auto tile_of = [&](int turn) {
+    return RowTile<kRows>(params, first_batch, blockIdx.x + turn * gridDim.x, count);
+  };
+  bool open = false;
+  if (blockIdx.x + lane * gridDim.x < count) {
+    const RowTile<kRows> tile = tile_of(lane);
+    open = tile.first_row < tile.sequence.seqlen_q &&
+           (params.dq_progress == nullptr || *DqProgress(params).rounded(tile.place) == 0);
   }
-  constexpr int kChunkTiles = Config::kDqChunkCols / 8;
-  constexpr int kCols = kHeadDim <= 128 ? kHeadDim : 32;  // at once
-#pragma unroll
-  for (int col = 0; col < kHeadDim; col += kCols) {
-    float dq[kCols / 8][4];
-#pragma unroll
-    for (int n = 0; n < kCols / 8; ++n) {
-      const int tile = col / 8 + n;
-      const float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
-                             tile % kChunkTiles * 32];
-      dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
-      dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
-    }
-    T* rows[2];
+  for (unsigned left = __ballot_sync(0xffffffff, open); left != 0; left &= left - 1) {
+    const RowTile<kRows> tile = tile_of(__ffs(left) - 1);
+    const Sequence& sequence = tile.sequence;
+    const float4* const accum = reinterpret_cast<const float4*>(params.dq_accum) +
+                                tile.place * (kRows * kHeadDim / 4) + lane;
+    T* targets[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rows[half] = targets[half] == nullptr ? nullptr : targets[half] + col;
+      const int row = tile.first_row + warp * 16 + half * 8 + lane / 4;
+      targets[half] = row < sequence.seqlen_q ? rows_of<T>(params.dq, sequence.q_batch,
+                                                           sequence.q_first + row, tile.head)
+                                              : nullptr;
     }
-    store_accumulators<T, 4>(rows, params.headdim - col, dq, lane);
+    constexpr int kChunkTiles = Config::kDqChunkCols / 8;
+    constexpr int kCols = kHeadDim <= 128 ? kHeadDim : 32;  // at once
+#pragma unroll
+    for (int col = 0; col < kHeadDim; col += kCols) {
+      float dq[kCols / 8][4];
+#pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) {
+        const int tile = col / 8 + n;
+        const float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
+                               tile % kChunkTiles * 32];
+        dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
+        dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
+      }
+      T* rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows[half] = targets[half] == nullptr ? nullptr : targets[half] + col;
+      }
+      store_accumulators<T, 4>(rows, params.headdim - col, dq, lane);
+    }
   }
 }
 

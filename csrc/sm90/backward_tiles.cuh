@@ -14,6 +14,16 @@ namespace flash::sm90 {
 // Barriers of blocks whose rows behind the sequence are cleared when they have arrived.
 enum Tail { kTailOfK, kTailOfV, kTailOfQ, kTailOfDout, kTails };
 
+// Of the workspace of dQ, what idle warps of the main kernel do. Its row tiles are counted in the
+// order of batch entries, heads and rows.
+struct IdleWork {
+  int head_steps;  // that add to dQ of the heads that share K and V; 0: idle warps do nothing
+  int head_tiles;  // row tiles of these heads
+  int tiles;       // row tiles in all
+  int cleared;     // the first so many are cleared by the rows kernel, the others by idle warps,
+  int ahead;       // which go so far ahead of the heads at work
+};
+
 // What the host decides about a launch.
 struct BackwardSchedule : TileSchedule {
   bool clear_tail_q, clear_tail_k;  // there may be anything but zeros behind a sequence's last row
@@ -21,6 +31,7 @@ struct BackwardSchedule : TileSchedule {
   bool lone;  // no sequence has more than one tile, which writes its dQ itself
   // Without a mask: each tile of a head begins with other queries, and all of them run at a time.
   bool rotated;
+  IdleWork idle;
 };
 
 // Tiles are blocks of keys: how many each sequence has, for the scheduler.
@@ -63,9 +74,10 @@ struct StepIterator {
 };
 
 // What a step is to the warps that bring its dQ to memory.
-struct alignas(8) Step {
+struct alignas(16) Step {
   int row_tile;  // in the workspaces; -1: there are no more steps
   int turn;      // of the tile, among those that add to dQ of these queries
+  bool last;     // of the tile
 };
 
 // The last steps, told by the producer. It is as many ahead as Q has stages, and those who read are

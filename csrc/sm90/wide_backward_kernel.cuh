@@ -494,7 +494,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     if (role_warp >= 2) {
       ptx::wait_for_earlier_kernels();
       const auto chunks_of = [&](int row_tile) { return dq_chunks<Config>(rank, row_tile); };
-      if (lane == 0) add_dq<Config>(params, shared, chunks_of, role_warp - 2, rank);
+      if (lane == 0) add_dq<Config>(params, schedule, shared, chunks_of, role_warp - 2, rank);
     }
     __syncwarp();
   }
