@@ -182,6 +182,39 @@ def test_plan_of_forwards_of_sm80(tmp_path: Path, build_support: ModuleType) -> 
     assert sum(regrets) / len(regrets) < 0.01 and max(regrets) < 0.15
 
 
+@pytest.mark.parametrize("fast_memory", [True, False])
+def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType, fast_memory: bool) -> None:
+    """With many tiles and additions; what runs first is cleared before the main kernel."""
+    shapes = {  # batch, seqlen, nheads, nheads_kv, causal: whether they work
+        (16, 1024, 16, 16, False): True,
+        (4, 4096, 32, 8, True): True,
+        (7, 1024, 16, 16, False): True,  # 896 tiles: six for each of 132 SMs are 792
+        (6, 1024, 16, 16, False): False,  # 768
+        (16, 1024, 16, 16, True): fast_memory,  # 4.5 additions to each block of queries
+        (32, 512, 16, 16, False): False,  # 4
+    }
+    numbers = [3201000 if fast_memory else 2619000]
+    head_steps = []
+    for batch, seqlen, nheads, nheads_kv, causal in shapes:
+        row_blocks = seqlen // 64
+        seen = [row_blocks - 2 * key if causal else row_blocks for key in range(seqlen // 128)]
+        head_steps.append(nheads // nheads_kv * sum(seen))
+        numbers += [batch, seqlen, nheads, nheads_kv, int(causal), head_steps[-1]]
+    status, printed = output_of("backward_plan", tmp_path, numbers, toolkit_include(build_support))
+    assert status == 0
+    lines = zip(shapes.items(), head_steps, printed.splitlines(), strict=True)
+    for ((batch, seqlen, nheads, nheads_kv, _), works), wanted, line in lines:
+        steps, head_tiles, tiles, cleared, ahead = map(int, line.split())
+        assert steps == (wanted if works else 0)
+        if not works:
+            continue
+        row_blocks = seqlen // 64
+        assert head_tiles == nheads // nheads_kv * row_blocks
+        assert tiles == batch * nheads * row_blocks
+        assert cleared % head_tiles == 0 and ahead >= cleared
+        assert cleared // head_tiles * (seqlen // 128) >= 132
+
+
 def test_operands_of_8_bits(tmp_path: Path, build_support: ModuleType) -> None:
     """Layouts of P and V, the blocks of packed keys, and the rotation of quantisation.py."""
     batches = [[0, 5], [0, 0, 128, 129, 129, 400], [3, 130, 258, 260, 600], [0, 127, 127, 383]]

@@ -72,7 +72,7 @@ struct BackwardConfig {
     TilePipeline<Tile> tiles;
     StepBoard<kStepSlots> steps;
     uint64_t tail_full[kTails];
-    IdleWarps<kHeadDim> idle;
+    IdleWarps<kHeadDim> idle;  // the last: see shared_bytes
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
 };

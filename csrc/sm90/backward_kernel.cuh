@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.dq_pipeline.init(schedule.lone ? kDqWriters : 1, Config::kConsumerWarps);
     shared.steps.init();
     for (uint64_t& barrier : shared.tail_full) init_barrier(barrier, 1);
-    shared.idle.init();
+    if (schedule.idle.head_steps > 0) shared.idle.init();
     shared.tiles.init(Config::kConsumerWarps);
     fence_barrier_init();
   }
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (helper >= 2 && lane == 0) {
       const auto whole = [](int) { return Range{0, 1}; };
       add_dq<Config>(params, schedule, shared, whole, helper - 2, 0);
-      if (helper == 2) shared.idle.end();
+      if (helper == 2 && schedule.idle.head_steps > 0) shared.idle.end();
     }
   }
 }

@@ -10,9 +10,11 @@
 #include <type_traits>
 
 #include "common/mask.h"
+#include "common/range.h"
 #include "common/scores.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"
+#include "host/most_cache.h"
 #include "kernel.h"
 #include "params.h"
 #include "sm90/backward_kernel.cuh"
@@ -25,6 +27,10 @@ namespace flash::sm90 {
 
 // Thread blocks that look for rows of no sequence, at most: each reads the bounds of all.
 constexpr int64_t kClearing = 512;
+
+// From so many bytes of dQ in float32 on, kernels before and behind the main kernel are worth a
+// change of the L1 cache.
+constexpr int64_t kLargeDqBytes = 32 << 20;
 
 // Of one head in the workspaces: see dq_tile.
 inline int row_tiles(const BackwardParams& params, int rows) {
@@ -44,47 +50,19 @@ inline int row_tiles(const BackwardParams& params, int rows) {
                               "; accepted: up to 2^31 - 1");
 }
 
-// From so many tiles for each worker on idle warps work on dQ: with fewer, heads are done together,
-// at the end. And from so many steps for each row tile on: with fewer, there is no memory bandwidth
-// left beside the attention.
-constexpr int kTilesToIdle = 6, kStepsToIdle = 8;
-
-// Row tiles of a thread block of the dQ kernel where idle warps have rounded most of them.
-constexpr int kRowTilesTogether = 8;
-
-// What idle warps do in a launch with this schedule. Heads of a section are done together: the rows
-// kernel clears the workspace of the first section, idle warps that of the next.
+// Of all tiles of the heads that share K and V, if sequences are dense: counted as the kernel does,
+// since idle warps wait for all of them.
 template <typename Config>
-IdleWork idle_work(const BackwardParams& params, const BackwardSchedule& schedule, int workers) {
-  IdleWork work{};
-  if (!Config::kHasIdleWarps || schedule.lone || schedule.lengths_on_device ||
-      params.deterministic || schedule.tiles < int64_t{kTilesToIdle} * workers) {
-    return work;
-  }
+int64_t head_steps(const BackwardParams& params) {
   const Mask mask{params.seqlen_k, params.seqlen_k - params.seqlen_q, params.window_left,
                   params.window_right};
-  const int64_t group = params.nheads / params.nheads_kv;
   int64_t steps = 0;
   for (int key = 0; key < params.seqlen_k; key += Config::kBlockN) {
     const Range blocks =
         query_blocks<Config::kBlockM>(mask, params.seqlen_q, key, key + Config::kBlockN);
-    steps += group * std::max(blocks.end - blocks.begin, 0);
+    steps += std::max(blocks.end - blocks.begin, 0);
   }
-  const int parts = schedule.whole == 0 ? schedule.splits : 1;
-  const int64_t section = std::max((schedule.section + parts - 1) / parts,
-                                   (workers + schedule.blocks - 1) / schedule.blocks);
-  const int64_t head_tiles = group * ((params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM);
-  const int64_t tiles = head_tiles * params.batch * params.nheads_kv;
-  if (steps < kStepsToIdle * head_tiles || steps > INT_MAX ||
-      tiles + 2 * section * head_tiles > INT_MAX) {
-    return work;
-  }
-  work.head_steps = static_cast<int>(steps);
-  work.head_tiles = static_cast<int>(head_tiles);
-  work.tiles = static_cast<int>(tiles);
-  work.cleared = static_cast<int>(std::min(tiles, section * head_tiles));
-  work.ahead = static_cast<int>(2 * section * head_tiles);
-  return work;
+  return steps * (params.nheads / params.nheads_kv);
 }
 
 // workers: thread blocks or clusters that run at a time
@@ -119,7 +97,11 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
     schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
   }
   schedule.last_section = schedule.section;
-  schedule.idle = idle_work<Config>(params, schedule, workers);
+  if (Config::kHasIdleWarps && !schedule.lone && !schedule.lengths_on_device &&
+      !params.deterministic) {
+    schedule.idle = plan_idle_work(params, plan, head_steps<Config>(params), Config::kBlockM,
+                                   Config::kBlockN, workers);
+  }
   return schedule;
 }
 
@@ -154,13 +136,24 @@ constexpr auto main_kernel() {
   }
 }
 
+// Dynamic shared memory of a thread block. What comes last is idle warps': where they have no work,
+// the L1 cache has it.
+template <typename Config>
+size_t shared_bytes(const BackwardSchedule& schedule) {
+  using Storage = typename Config::SharedStorage;
+  if constexpr (Config::kHasIdleWarps) {
+    if (schedule.idle.head_steps == 0) return sizeof(Storage) - sizeof(Storage::idle);
+  }
+  return sizeof(Storage);
+}
+
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
 auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   constexpr auto kKernel = main_kernel<Config>();
-  constexpr size_t kSharedBytes = sizeof(typename Config::SharedStorage);
+  constexpr size_t kMostBytes = sizeof(typename Config::SharedStorage);
   static std::atomic<uint64_t> devices{0};
-  allow_shared_memory(kKernel, kSharedBytes, devices);
+  allow_shared_memory(kKernel, kMostBytes, devices);
 
   params.window_left = bounded_window(params.window_left, params.seqlen_k);
   params.window_right = bounded_window(params.window_right, params.seqlen_q);
@@ -174,9 +167,11 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   if constexpr (Config::kCluster > 1) {
     static DeviceFacts clusters{};
     workers = clusters_of_device(reinterpret_cast<const void*>(kKernel), dim3(Config::kCluster),
-                                 Config::kThreads, kSharedBytes, clusters);
+                                 Config::kThreads, kMostBytes, clusters);
   }
   const BackwardSchedule schedule = make_schedule<Config>(params, workers);
+  const size_t bytes = shared_bytes<Config>(schedule);
+  const bool large = tiles * Config::kDqSize >= kLargeDqBytes / 4;
   if (!schedule.lone) {
     wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
@@ -204,46 +199,40 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
     replace_address(maps.dout, bound.dout.data);
-    // Of the kernels for queries: so many row tiles, or parts of them, of each batch entry, of
-    // which a thread block takes `together`.
-    const int blocks = (bound.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-    const auto for_rows = [&](int count, int together, auto launch) {
+    // Of the kernels for queries: `parts` thread blocks for each head and row tile.
+    const auto for_rows = [&](int parts, auto launch) {
+      const int blocks = (bound.seqlen_q + Config::kBlockM - 1) / Config::kBlockM * parts;
       for (int batch = 0; batch < bound.batch; batch += kMaxGrid) {
-        launch(dim3((count + together - 1) / together, 1, std::min(bound.batch - batch, kMaxGrid)),
-               batch);
+        launch(dim3(blocks * bound.nheads, 1, std::min(bound.batch - batch, kMaxGrid)), batch);
       }
     };
     using Rows = RowsConfig<Config>;
-    for_rows(blocks * Rows::kParts * bound.nheads, 1, [&](dim3 grid, int batch) {
+    for_rows(Rows::kParts, [&](dim3 grid, int batch) {
       const int64_t blocks = int64_t{grid.x} * grid.z;
       const auto clearing = static_cast<unsigned>(
           schedule.lengths_on_device && batch == 0 ? std::min(blocks, kClearing) : 0);
-      launch_overlapping(backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
-                         "launch of the sm90 rows kernel", bound, batch, schedule.lone, clearing,
-                         schedule.idle.cleared);
+      launch_copying(large, backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
+                     "launch of the sm90 rows kernel", bound, batch, schedule.lengths_on_device,
+                     schedule.lone, clearing, schedule.idle.cleared);
     });
     BackwardSchedule placed = schedule;
     if (schedule.rotated) {
-      const int room =
-          clusters_at_a_time(reinterpret_cast<const void*>(kKernel), dim3(Config::kCluster),
-                             Config::kThreads, kSharedBytes, stream);
+      const int room = clusters_at_a_time(reinterpret_cast<const void*>(kKernel),
+                                          dim3(Config::kCluster), Config::kThreads, bytes, stream);
       placed.rotated = Config::kCluster * room >= grid;
     }
     launch(std::array{placed.rotated ? together() : overlapping()}, kKernel, grid, Config::kThreads,
-           kSharedBytes, stream, "launch of the sm90 backward kernel", bound, maps, placed,
-           scale_log2);
+           bytes, stream, "launch of the sm90 backward kernel", bound, maps, placed, scale_log2);
     if (schedule.splits > 1) {
       const dim3 parts_grid(schedule.tiles - schedule.whole,
                             (Config::kHeadDim + Config::kHeadDimV) / kPartCols);
-      launch_overlapping(backward_parts_kernel<Config>, parts_grid, Config::kBlockN * 2, 0, stream,
-                         "launch of the sm90 parts kernel", bound, schedule);
+      launch_copying(large, backward_parts_kernel<Config>, parts_grid, Config::kBlockN * 2, 0,
+                     stream, "launch of the sm90 parts kernel", bound, schedule);
     }
     if (schedule.lone) return;
-    const int row_tiles = blocks * bound.nheads;
-    const int together = schedule.idle.head_steps > 0 ? kRowTilesTogether : 1;
-    for_rows(row_tiles, together, [&](dim3 grid, int batch) {
-      launch_overlapping(backward_dq_kernel<Config>, grid, Config::kBlockM * 2, 0, stream,
-                         "launch of the sm90 dQ kernel", bound, batch, row_tiles);
+    for_rows(1, [&](dim3 grid, int batch) {
+      launch_copying(large, backward_dq_kernel<Config>, grid, Config::kBlockM * 2, 0, stream,
+                     "launch of the sm90 dQ kernel", bound, batch);
     });
   };
 }

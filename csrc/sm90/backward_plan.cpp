@@ -1,6 +1,7 @@
 #include "sm90/backward_plan.h"
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
@@ -29,6 +30,26 @@ constexpr int64_t kPartsBytes = 64 << 20, kOrderedQueries = 16384;
 // as many if several query heads read the same keys, where tiles also drift apart.
 constexpr int64_t kOrderedHeads = 16;
 constexpr float kOrderedTiles = 1.9f;
+
+// From so many tiles for each worker on idle warps work on dQ: with fewer, heads are done together,
+// at the end. And from so many additions to each row tile on, in the mean, by how fast the memory
+// is: with fewer, an H100 loses up to 11 %. Suspected: there is no bandwidth left beside the
+// attention.
+constexpr int kTilesToIdle = 6;
+constexpr float kAdditionsToIdle = 8, kAdditionsWithFastMemory = 4.5f;
+constexpr int kFastMemory = 4500;  // GB/s; an H100 has 3350, an H200 4920
+
+int memory_bandwidth() {
+  static DeviceFacts known{};
+  return of_device(known, [](int device) {
+    int khz, bits;
+    check_cuda(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device),
+               "cudaDeviceGetAttribute(MemoryClockRate)");
+    check_cuda(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device),
+               "cudaDeviceGetAttribute(GlobalMemoryBusWidth)");
+    return static_cast<int>(2e-6f * khz * bits / 8);
+  });
+}
 
 // How much longer it takes if tiles that run at a time read so much again and again. Fitted, as
 // the times of parts, to d64 to d256, groups of 1 to 71, 512 to 16k tokens on an H200, whose L2
@@ -223,6 +244,28 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
     }
   }
   return best.plan;
+}
+
+// Heads of a section are done together: the rows kernel clears the workspace of the first section,
+// idle warps that of the next.
+IdleWork plan_idle_work(const BackwardParams& params, const BackwardPlan& plan, int64_t head_steps,
+                        int block_m, int block_n, int workers) {
+  const int64_t heads = int64_t{params.batch} * params.nheads_kv;
+  const int64_t blocks = (params.seqlen_k + block_n - 1) / block_n;
+  const int64_t head_tiles =
+      int64_t{params.nheads / params.nheads_kv} * ((params.seqlen_q + block_m - 1) / block_m);
+  const float additions =
+      memory_bandwidth() >= kFastMemory ? kAdditionsWithFastMemory : kAdditionsToIdle;
+  if (blocks * heads < int64_t{kTilesToIdle} * workers || head_steps < additions * head_tiles) {
+    return {};
+  }
+  const int parts = plan.whole == 0 ? plan.splits : 1;
+  const int64_t section =
+      std::max<int64_t>((plan.section + parts - 1) / parts, (workers + blocks - 1) / blocks);
+  const int64_t tiles = head_tiles * heads, ahead = 2 * section * head_tiles;
+  if (head_steps > INT_MAX || tiles + ahead > INT_MAX) return {};
+  return {static_cast<int>(head_steps), static_cast<int>(head_tiles), static_cast<int>(tiles),
+          static_cast<int>(std::min(tiles, section * head_tiles)), static_cast<int>(ahead)};
 }
 
 }  // namespace flash::sm90

@@ -1,8 +1,11 @@
 // Which tiles of a Hopper backward have their steps divided, into how many parts, and how many
-// heads run together: what is predicted to take the least time.
+// heads run together: what is predicted to take the least time. And what idle warps do.
 #pragma once
 
+#include <cstdint>
+
 #include "params.h"
+#include "sm90/idle_work.h"
 
 namespace flash::sm90 {
 
@@ -16,5 +19,10 @@ struct BackwardPlan {
 // take one tile after the other.
 BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int workers,
                            int headdim, int headdim_v);
+
+// Of a launch by this plan, if sequences are dense and dQ is not added to in order.
+// head_steps: of all tiles of the heads that share K and V
+IdleWork plan_idle_work(const BackwardParams& params, const BackwardPlan& plan, int64_t head_steps,
+                        int block_m, int block_n, int workers);
 
 }  // namespace flash::sm90

@@ -34,15 +34,18 @@ struct RowTile {
   Sequence sequence;
   int64_t place;  // in the workspaces
 
-  // Grid: (, 1, batch). index: of the tile, or part, among those of a batch entry, of which there
-  // are `count`: row tiles of the longest sequence * parts * nheads
-  __device__ RowTile(const BackwardParams& params, int first_batch, int index, int count,
-                     int parts = 1)
-      : batch(first_batch + gridDim.z - 1 - blockIdx.z),
-        head((count - 1 - index) % params.nheads),
-        first_row((count - 1 - index) / params.nheads / parts * kRows),
-        part((count - 1 - index) / params.nheads % parts),
-        number((batch * params.nheads + head) * (count / (params.nheads * parts)) +
+  // Grid: (row tiles of the longest sequence * parts * nheads, 1, batch)
+  __device__ RowTile(const BackwardParams& params, int first_batch, int parts = 1)
+      : RowTile(params, first_batch + gridDim.z - 1 - blockIdx.z, gridDim.x - 1 - blockIdx.x,
+                parts) {}
+
+ private:
+  __device__ RowTile(const BackwardParams& params, int batch, int block, int parts)
+      : batch(batch),
+        head(block % params.nheads),
+        first_row(block / params.nheads / parts * kRows),
+        part(block / params.nheads % parts),
+        number((batch * params.nheads + head) * ((params.seqlen_q + kRows - 1) / kRows) +
                first_row / kRows),
         sequence(params, batch),
         place(int64_t{head} * params.row_tiles + dq_tile<kRows>(params, sequence, batch) +
@@ -79,60 +82,59 @@ struct RowsConfig {
 // ones, dQ of queries that see none.
 // clearing: the first so many thread blocks clear the rows of no sequence in the results
 template <typename Config>
-__global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
-    backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch, bool lone,
-                         unsigned clearing, int cleared) {
+__global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
+    backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch,
+                         bool lengths_on_device, bool lone, unsigned clearing, int cleared) {
   using T = typename Config::T;
   using Rows = RowsConfig<Config>;
   constexpr int kLanes = Rows::kLanes, kTimes = Rows::kTimes;
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
-  const unsigned block = blockIdx.z * gridDim.x + blockIdx.x;  // behind 2^32 from 0 on again
-  if (block < clearing && threadIdx.x < 32) clear_gaps<T>(params, block, clearing, threadIdx.x);
-  const RowTile<Config::kBlockM> tile(params, first_batch, blockIdx.x, gridDim.x, Rows::kParts);
+  // What follows from the parameters alone is found while earlier kernels end.
+  if (lengths_on_device) {
+    ptx::wait_for_earlier_kernels();
+    const unsigned block = blockIdx.z * gridDim.x + blockIdx.x;  // behind 2^32 from 0 on again
+    if (block < clearing && threadIdx.x < 32) clear_gaps<T>(params, block, clearing, threadIdx.x);
+  }
+  const RowTile<Config::kBlockM> tile(params, first_batch, Rows::kParts);
   const Sequence& sequence = tile.sequence;
   const int first_row = tile.first_row + tile.part * Rows::kRows;
+  const int lane_row = first_row + threadIdx.x / kLanes;  // the first of the lane's
+  const int col = threadIdx.x % kLanes * 8;
+  const T* dout =
+      rows_of<const T>(params.dout, sequence.q_batch, sequence.q_first + lane_row, tile.head) + col;
+  const T* out =
+      rows_of<const T>(params.out, sequence.q_batch, sequence.q_first + lane_row, tile.head) + col;
+  const int64_t place = sequence.q_batch * params.lse_batch_stride +
+                        tile.head * params.lse_head_stride + sequence.q_first + lane_row;
+  const int64_t dout_step = Rows::kRowsAtOnce * params.dout.row_stride;
+  const int64_t out_step = Rows::kRowsAtOnce * params.out.row_stride;
+  constexpr int kChunks = Config::kDqSize / 4 / Rows::kParts;
+  auto* const accum = reinterpret_cast<float4*>(params.dq_accum) +
+                      (tile.place * Rows::kParts + tile.part) * kChunks + threadIdx.x;
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
   if (tile.first_row >= sequence.seqlen_q) return;
 
-  const int col = threadIdx.x % kLanes * 8;
   uint4 dout_chunks[kTimes], out_chunks[kTimes];
   float lse[kTimes], dlse[kTimes];
 #pragma unroll
-  for (int i = 0; i < kTimes; ++i) {
-    const int row = first_row + i * Rows::kRowsAtOnce + threadIdx.x / kLanes;
+  for (int i = 0; i < kTimes; ++i, dout += dout_step, out += out_step) {
     dout_chunks[i] = out_chunks[i] = make_uint4(0, 0, 0, 0);
     lse[i] = -INFINITY, dlse[i] = 0.f;
-    if (row >= sequence.seqlen_q) continue;
-    const int place = sequence.q_first + row;
+    if (lane_row + i * Rows::kRowsAtOnce >= sequence.seqlen_q) continue;
     if (col < params.headdim_v) {
-      dout_chunks[i] = *reinterpret_cast<const uint4*>(
-          rows_of<const T>(params.dout, sequence.q_batch, place, tile.head) + col);
-      out_chunks[i] = __ldcs(reinterpret_cast<const uint4*>(
-          rows_of<const T>(params.out, sequence.q_batch, place, tile.head) + col));
+      dout_chunks[i] = *reinterpret_cast<const uint4*>(dout);
+      out_chunks[i] = __ldcs(reinterpret_cast<const uint4*>(out));
     }
     if (col == 0) {
-      const int64_t at =
-          sequence.q_batch * params.lse_batch_stride + tile.head * params.lse_head_stride + place;
+      const int64_t at = place + i * Rows::kRowsAtOnce;
       lse[i] = params.lse[at];
       if (params.dlse != nullptr) dlse[i] = params.dlse[at];
     }
   }
-  if (Config::kWritesDq && lone) {
-    const int chunks = sees_keys<Config>(params, tile) ? 0 : params.headdim / 8;
-    for (int i = threadIdx.x; i < Rows::kRows * chunks; i += Rows::kThreads) {
-      const int row = first_row + i / chunks;
-      if (row >= sequence.seqlen_q) break;
-      T* const target = rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head);
-      reinterpret_cast<uint4*>(target)[i % chunks] = make_uint4(0, 0, 0, 0);
-    }
-  } else if (params.dq_progress == nullptr || tile.number < cleared) {
-    constexpr int kChunks = Config::kDqSize / 4 / Rows::kParts;
-    auto* const accum = reinterpret_cast<float4*>(params.dq_accum) +
-                        (tile.place * Rows::kParts + tile.part) * kChunks;
+  if (!lone && (params.dq_progress == nullptr || tile.number < cleared)) {
+    static_assert(kChunks % Rows::kThreads == 0);
 #pragma unroll
-    for (int i = threadIdx.x; i < kChunks; i += Rows::kThreads) {
-      accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
+    for (int i = 0; i < kChunks; i += Rows::kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   if (params.dq_progress != nullptr && tile.part == 0 && threadIdx.x == 0) {
     const DqProgress progress(params);
@@ -158,73 +160,71 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads)
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
     if (col != 0) continue;
-    const int row = first_row + i * Rows::kRowsAtOnce + threadIdx.x / kLanes;
+    const int row = lane_row + i * Rows::kRowsAtOnce;
     const float delta = sum - dlse[i];
-    if (row < sequence.seqlen_q) {
-      params.delta[sequence.q_batch * params.lse_batch_stride + tile.head * params.lse_head_stride +
-                   sequence.q_first + row] = delta;
-    }
+    if (row < sequence.seqlen_q) params.delta[place + i * Rows::kRowsAtOnce] = delta;
     // A row without a visible key has a log-sum-exp of -inf, a probability nowhere.
     float* const statistics =
         params.row_statistics + tile.place * (2 * Config::kBlockM) + row - tile.first_row;
     statistics[0] = lse[i] == -INFINITY ? INFINITY : lse[i] * kLog2e;
     statistics[Config::kBlockM] = delta;
   }
+  if (Config::kWritesDq && lone) {
+    const int chunks = sees_keys<Config>(params, tile) ? 0 : params.headdim / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Rows::kRows * chunks; i += Rows::kThreads) {
+      const int row = first_row + i / chunks;
+      if (row >= sequence.seqlen_q) break;
+      T* const target = rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head);
+      reinterpret_cast<uint4*>(target)[i % chunks] = make_uint4(0, 0, 0, 0);
+    }
+  }
 }
 
-// dQ = softmax_scale * the workspace, rounded to T: a warp takes 16 rows. A thread block takes the
-// tiles with indices gridDim.x apart, at most 32, that idle warps have not rounded.
-// count: see RowTile
+// dQ = softmax_scale * the workspace, rounded to T, where idle warps have not done it: a warp takes
+// 16 rows.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kBlockM * 2)
-    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch, int count) {
+    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
+  // The rows kernel has ended, and what came before it: lengths may be read.
+  const RowTile<kRows> tile(params, first_batch);
+  const Sequence& sequence = tile.sequence;
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const float4* const accum =
+      reinterpret_cast<const float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4) + lane;
+  T* targets[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = tile.first_row + warp * 16 + half * 8 + lane / 4;
+    targets[half] = row < sequence.seqlen_q
+                        ? rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head)
+                        : nullptr;
+  }
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
-  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const auto tile_of = [&](int turn) {
-    return RowTile<kRows>(params, first_batch, blockIdx.x + turn * gridDim.x, count);
-  };
-  bool open = false;
-  if (blockIdx.x + lane * gridDim.x < count) {
-    const RowTile<kRows> tile = tile_of(lane);
-    open = tile.first_row < tile.sequence.seqlen_q &&
-           (params.dq_progress == nullptr || *DqProgress(params).rounded(tile.place) == 0);
-  }
-  for (unsigned left = __ballot_sync(0xffffffff, open); left != 0; left &= left - 1) {
-    const RowTile<kRows> tile = tile_of(__ffs(left) - 1);
-    const Sequence& sequence = tile.sequence;
-    const float4* const accum = reinterpret_cast<const float4*>(params.dq_accum) +
-                                tile.place * (kRows * kHeadDim / 4) + lane;
-    T* targets[2];
+  if (tile.first_row >= sequence.seqlen_q) return;
+  if (params.dq_progress != nullptr && *DqProgress(params).rounded(tile.place) != 0) return;
+  constexpr int kChunkTiles = Config::kDqChunkCols / 8;
+  constexpr int kCols = kHeadDim <= 128 ? kHeadDim : 32;  // at once
+#pragma unroll
+  for (int col = 0; col < kHeadDim; col += kCols) {
+    float dq[kCols / 8][4];
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n) {
+      const int tile = col / 8 + n;
+      const float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
+                             tile % kChunkTiles * 32];
+      dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
+      dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
+    }
+    T* rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = tile.first_row + warp * 16 + half * 8 + lane / 4;
-      targets[half] = row < sequence.seqlen_q ? rows_of<T>(params.dq, sequence.q_batch,
-                                                           sequence.q_first + row, tile.head)
-                                              : nullptr;
+      rows[half] = targets[half] == nullptr ? nullptr : targets[half] + col;
     }
-    constexpr int kChunkTiles = Config::kDqChunkCols / 8;
-    constexpr int kCols = kHeadDim <= 128 ? kHeadDim : 32;  // at once
-#pragma unroll
-    for (int col = 0; col < kHeadDim; col += kCols) {
-      float dq[kCols / 8][4];
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) {
-        const int tile = col / 8 + n;
-        const float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
-                               tile % kChunkTiles * 32];
-        dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
-        dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
-      }
-      T* rows[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        rows[half] = targets[half] == nullptr ? nullptr : targets[half] + col;
-      }
-      store_accumulators<T, 4>(rows, params.headdim - col, dq, lane);
-    }
+    store_accumulators<T, 4>(rows, params.headdim - col, dq, lane);
   }
 }
 

@@ -6,6 +6,7 @@
 #include "common/sequence.h"
 #include "common/warp.h"
 #include "params.h"
+#include "sm90/idle_work.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile_scheduler.cuh"
 
@@ -13,16 +14,6 @@ namespace flash::sm90 {
 
 // Barriers of blocks whose rows behind the sequence are cleared when they have arrived.
 enum Tail { kTailOfK, kTailOfV, kTailOfQ, kTailOfDout, kTails };
-
-// Of the workspace of dQ, what idle warps of the main kernel do. Its row tiles are counted in the
-// order of batch entries, heads and rows.
-struct IdleWork {
-  int head_steps;  // that add to dQ of the heads that share K and V; 0: idle warps do nothing
-  int head_tiles;  // row tiles of these heads
-  int tiles;       // row tiles in all
-  int cleared;     // the first so many are cleared by the rows kernel, the others by idle warps,
-  int ahead;       // which go so far ahead of the heads at work
-};
 
 // What the host decides about a launch.
 struct BackwardSchedule : TileSchedule {
