@@ -65,6 +65,7 @@ OPTIONS = (
     "group",
     "varlen",
     "shortest",
+    "log_uniform",
     "dropout_p",
     "softcap",
     "alibi",
@@ -260,6 +261,7 @@ def grid(arguments: argparse.Namespace) -> list[Case]:
     sizes = {"headdim": a.headdim, "causal": yes_no[a.causal], "seqlen": a.seqlen}
     alone = {
         "shortest": a.shortest,
+        "log_uniform": a.log_uniform,
         "dropout_p": a.dropout,
         "softcap": a.softcap,
         "alibi": a.alibi,
@@ -300,6 +302,7 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     add("--group", nargs="+", type=int, default=[1], help="query heads of a key head")
     add("--varlen", choices=("no", "yes", "both"), default="no", help="packed random lengths")
     add("--shortest", type=int, default=64, help="of the lengths, if varlen")
+    add("--log-uniform", action="store_true", help="many short lengths and few long, if varlen")
     add("--dropout", type=float, default=0.0, help="probability")
     add("--softcap", type=float, default=0.0, help="of the scores; 0: none")
     add("--alibi", action="store_true", help="slopes of ALiBi, one a head")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import accumulate
@@ -29,6 +30,7 @@ class Case(NamedTuple):
     group: int = 1  # query heads of a key head
     varlen: bool = False  # sequences of random lengths, packed; of a KV cache the lengths alone
     shortest: int = 64  # of the random lengths
+    log_uniform: bool = False  # their logarithms are spread evenly: many short ones, few long ones
     dropout_p: float = 0.0
     softcap: float = 0.0
     alibi: bool = False
@@ -76,8 +78,14 @@ class Case(NamedTuple):
         draw = random.Random(0)
         lengths = [self.seqlen]
         while (rest := self.tokens - sum(lengths)) > 0:
-            lengths.append(min(rest, draw.randint(min(self.shortest, self.seqlen), self.seqlen)))
+            lengths.append(min(rest, self._draw_length(draw)))
         return lengths
+
+    def _draw_length(self, draw: random.Random) -> int:
+        shortest = min(self.shortest, self.seqlen)
+        if self.log_uniform:
+            return round(math.exp(draw.uniform(math.log(shortest), math.log(self.seqlen))))
+        return draw.randint(shortest, self.seqlen)
 
     @property
     def rows(self) -> list[tuple[int, int]]:

@@ -112,6 +112,13 @@ PRESETS = {
             )
         ]
     ),
+    # As documents are: one of 16k tokens among 18 shorter ones, or of 2k among 127.
+    "documents": Preset(
+        [
+            {"varlen": True, "log_uniform": True, "shortest": 16, "tokens": 65536, **fields}
+            for fields in combinations(seqlen=(16384, 2048), headdim=(64, 128, 256), causal=[True])
+        ]
+    ),
     "gqa": Preset(
         [
             {"group": nheads // 8, "width": nheads * fields["headdim"], **fields}
