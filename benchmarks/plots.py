@@ -234,7 +234,7 @@ def case_words(row: Row) -> tuple[str, ...]:
     lacked = {"shortest": 64, "log_uniform": False, "softcap": 0.0, "alibi": False}
     row = {**lacked, **row}  # older records lack them
     shortest = "" if row["shortest"] == 64 else f" from {row['shortest']}"
-    shortest += ", log-uniform" if row["log_uniform"] else ""
+    shortest += " log-uniform" if row["log_uniform"] else ""
     varlen = f"varlen{shortest}" if row["varlen"] else ""
     dropout = f"dropout {row['dropout_p']:g}" if row["dropout_p"] > 0 else ""
     softcap = f"softcap {row['softcap']:g}" if row["softcap"] > 0 else ""
