@@ -346,6 +346,8 @@ def parse(arguments: Sequence[str] | None, device: str) -> argparse.Namespace:
     report.add_arguments(parser, "attention")
     parser.set_defaults(**DEFAULTS[device])
     given = parser.parse_args(arguments)
+    if given.log_uniform and given.shortest < 1:
+        parser.error(f"--shortest: got {given.shortest}; with --log-uniform at least 1")
     if found := named_preset(given):
         name, preset = found
         parser.set_defaults(
