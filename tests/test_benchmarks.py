@@ -133,6 +133,14 @@ def test_bytes_of_an_append_and_of_a_mixed_batch():
         make_inputs(mixed, "cpu")
 
 
+def test_log_uniform_lengths():
+    """Half of them are below the geometric mean of the shortest and the longest."""
+    case = Case("forward", "bf16", 64, True, 4096, varlen=True, shortest=16, tokens=2**18)
+    uniform, lengths = case.lengths[1:-1], case._replace(log_uniform=True).lengths[1:-1]
+    assert len(lengths) > 2 * len(uniform) and 16 <= min(lengths) < 32 and max(lengths) <= 4096
+    assert 0.4 < sum(n < 256 for n in lengths) / len(lengths) < 0.6
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("direction", ["forward", "both"])
 @pytest.mark.parametrize(

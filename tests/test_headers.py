@@ -182,18 +182,18 @@ def test_plan_of_forwards_of_sm80(tmp_path: Path, build_support: ModuleType) -> 
     assert sum(regrets) / len(regrets) < 0.01 and max(regrets) < 0.15
 
 
-@pytest.mark.parametrize("fast_memory", [True, False])
-def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType, fast_memory: bool) -> None:
+def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
     """With many tiles and additions; what runs first is cleared before the main kernel."""
     shapes = {  # batch, seqlen, nheads, nheads_kv, causal: whether they work
         (16, 1024, 16, 16, False): True,
         (4, 4096, 32, 8, True): True,
         (7, 1024, 16, 16, False): True,  # 896 tiles: six for each of 132 SMs are 792
         (6, 1024, 16, 16, False): False,  # 768
-        (16, 1024, 16, 16, True): fast_memory,  # 4.5 additions to each block of queries
+        (16, 1024, 16, 16, True): True,  # 4.5 additions to each block of queries
+        (16, 1024, 32, 8, True): False,  # and heads share K and V
         (32, 512, 16, 16, False): False,  # 4
     }
-    numbers = [3201000 if fast_memory else 2619000]
+    numbers: list[int] = []
     head_steps = []
     for batch, seqlen, nheads, nheads_kv, causal in shapes:
         row_blocks = seqlen // 64

@@ -6,6 +6,7 @@ kernel for compute-sanitizer, `-k "sanitizer and sm90"` those of one backend.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -238,6 +239,36 @@ def test_nan_stays_in_its_row(device, options, headdims):
     assert out[0, 21, 1].isnan().all()
     clean[0, 21, 1] = NAN
     assert torch.equal(out.nan_to_num(), clean.nan_to_num())
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("batch", [3, 40, 1100])
+def test_long_sequence_among_short_ones(device, batch, deterministic, headdim):
+    """Lengths say whose a tile is. Apart, the long and the short ones have equally many each."""
+    lengths = [i % 4 for i in range(batch)]
+    lengths[batch // 2] = 700
+    total, first = sum(lengths), sum(lengths[: batch // 2])
+    q, k, v, dout = (
+        randn(total, heads, headdim, dtype=torch.bfloat16, device=device) for heads in (4, 2, 2, 4)
+    )
+
+    def results(rows: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+        leaves = [x[rows].requires_grad_() for x in (q, k, v)]
+        bounds = int32([0, *itertools.accumulate(lengths)], device)
+        sizes = (bounds, bounds, max(lengths), max(lengths))
+        out = flash_attn.flash_attn_varlen_func(
+            *leaves, *sizes, causal=True, deterministic=deterministic
+        )
+        return out, *torch.autograd.grad(out, leaves, dout[rows])
+
+    rows = torch.arange(total, device=device)
+    together = results(rows, lengths)
+    is_long = (rows >= first) & (rows < first + 700)
+    short_ones = lengths[: batch // 2] + lengths[batch // 2 + 1 :]
+    for some, their_lengths in ((is_long, [700]), (~is_long, short_ones)):
+        for got, want in zip(together, results(rows[some], their_lengths), strict=True):
+            torch.testing.assert_close(got[some], want, rtol=2e-2, atol=1e-2)
 
 
 # ---- pages ---------------------------------------------------------------------------------------
@@ -649,6 +680,7 @@ BEYOND = 2**31 - 1
         ([BEYOND, -BEYOND, 50], [BEYOND, 20, -BEYOND], {}),
         ([90, 10, 95], [100, 30, 120], {}),
         ([0, 200, 96, 230], [0, 200, 0, 240], {}),  # sequences that share counters of dQ
+        ([0, 230, 0, 0, 10], [0, 240, 0, 0, 9], {}),  # the last hide tiles of the first
     ],
     ids=str,
 )

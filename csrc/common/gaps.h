@@ -1,6 +1,7 @@
 // Rows that belong to no sequence. Of packed tensors: before the first sequence, behind the last,
 // and those of a sequence beyond the longest length; of keys also those before leftpad_k and from
-// seqused_k on. Results are 0 there, the log-sum-exp is -inf.
+// seqused_k on. Results are 0 there, the log-sum-exp is -inf. If cu_seqlens decrease, tiles may be
+// missing (sequence_tiles.h): then all rows count, so that none is left as it was in memory.
 #pragma once
 
 #include <cmath>
@@ -15,6 +16,7 @@ namespace flash {
 // Packed queries behind sequence `batch`; -1: before the first.
 __device__ inline Range query_gap(const AttentionParams& params, int batch) {
   Range gap{0, params.total_q};
+  if (batch >= 0 && params.cu_seqlens_q[batch + 1] < params.cu_seqlens_q[batch]) return gap;
   if (batch + 1 < params.batch) gap.end = min(params.cu_seqlens_q[batch + 1], params.total_q);
   if (batch < 0) return gap;
   const Sequence sequence(params, batch);
@@ -27,6 +29,9 @@ __device__ inline Range query_gap(const AttentionParams& params, int batch) {
 __device__ inline Range key_gap(const AttentionParams& params, int index) {
   const int batch = index / 2;
   const bool packed = params.cu_seqlens_k != nullptr;
+  if (packed && params.cu_seqlens_k[batch + 1] < params.cu_seqlens_k[batch]) {
+    return {0, params.total_k};
+  }
   const Sequence sequence(params, batch);
   const int end = sequence.k_first + sequence.seqlen_k;
   if (index % 2 == 1) {

@@ -18,6 +18,7 @@
 #include "common/range.h"
 #include "common/scores.h"
 #include "common/sequence.h"
+#include "common/sequence_tiles.h"
 #include "common/shared_address.h"
 #include "common/softmax.h"
 #include "common/warp.h"
@@ -148,20 +149,28 @@ struct DqTurn {
   }
 };
 
-// The work of a thread block. `heads_together` heads of K and V, counted through the batch, are
-// taken at a time, their first key blocks first: under a causal mask those are the longest, and
-// none waits for one that has not started.
+// The work of a thread block. `heads_together` heads of K and V are taken at a time, their first
+// key blocks first: under a causal mask those are the longest, and none waits for one that has not
+// started. Heads are counted through the batch or, if tiles are packed, key blocks are.
 struct KeyBlock {
   int n_block, batch, head_kv;
 
-  __device__ KeyBlock(const AttentionParams& params, int index, int num_n_blocks,
-                      int heads_together) {
+  // num_n_blocks: of a head
+  __device__ KeyBlock(const AttentionParams& params, const SequenceTiles& tiles, int index,
+                      int num_n_blocks, int heads_together) {
     const int first_head = index / (heads_together * num_n_blocks) * heads_together;
-    const int heads = min(heads_together, params.batch * params.nheads_kv - first_head);
+    const int all_heads = tiles.packed() ? params.nheads_kv : params.batch * params.nheads_kv;
+    const int heads = min(heads_together, all_heads - first_head);
     index -= first_head * num_n_blocks;
     n_block = index / heads;
-    batch = (first_head + index % heads) / params.nheads_kv;
-    head_kv = (first_head + index % heads) % params.nheads_kv;
+    const int head = first_head + index % heads;
+    batch = head / params.nheads_kv;
+    head_kv = head % params.nheads_kv;
+    if (tiles.packed()) {
+      const auto [sequence, block] = tiles.find(n_block);
+      batch = sequence;
+      n_block = block;
+    }
   }
 };
 
@@ -169,7 +178,8 @@ struct KeyBlock {
 // sequences, see KeyBlock. params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-    backward_kernel(const __grid_constant__ BackwardParams params, int num_n_blocks,
+    backward_kernel(const __grid_constant__ BackwardParams params,
+                    const __grid_constant__ SequenceTiles tiles, int num_n_blocks,
                     int heads_together, int splits) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFull;
@@ -190,14 +200,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
   // Indices.
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const KeyBlock block(params, blockIdx.x / splits, num_n_blocks, heads_together);
+  const KeyBlock block(params, tiles, blockIdx.x / splits, num_n_blocks, heads_together);
   const int n_block = block.n_block, n_begin = n_block * kBlockN;
   const int batch = block.batch, head_kv = block.head_kv;
   const int group = params.nheads / params.nheads_kv;
   const Sequence sequence(params, batch);
   const int seqlen_q = warp_uniform(sequence.seqlen_q);
   const int seqlen_k = warp_uniform(sequence.seqlen_k);
-  if (n_begin >= seqlen_k) return;
+  if (n_begin < 0 || n_begin >= seqlen_k) return;
   const Mask mask{seqlen_k, seqlen_k - seqlen_q, params.window_left, params.window_right};
   const Range m_blocks = query_blocks<kBlockM>(mask, seqlen_q, n_begin, n_begin + kBlockN);
   const int row_s = warp / Config::kWarpsColS, col_s = warp % Config::kWarpsColS;
@@ -421,8 +431,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   __syncthreads();
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   // Where they go is computed again instead of occupying registers.
-  const KeyBlock place(params, ptx::opaque(static_cast<int>(blockIdx.x)) / splits, num_n_blocks,
-                       heads_together);
+  const KeyBlock place(params, tiles, ptx::opaque(static_cast<int>(blockIdx.x)) / splits,
+                       num_n_blocks, heads_together);
   const Sequence keys(params, place.batch);
   const int first = place.n_block * kBlockN;
   const int row = keys.k_first + first, rows = keys.seqlen_k - first;
@@ -434,45 +444,42 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       params.headdim_v, params.aligned, thread);
 }
 
-// Threads of a row in the delta kernel, and rows of its thread blocks.
+// Threads of a row in the delta kernel, threads and rows of its thread blocks.
 template <int kHeadDimV>
 constexpr int kDeltaLanes = kHeadDimV <= 32    ? 4
                             : kHeadDimV <= 64  ? 8
                             : kHeadDimV <= 128 ? 16
                                                : 32;
 template <int kHeadDimV>
-constexpr int kDeltaRows = 128 / kDeltaLanes<kHeadDimV>;
+constexpr int kDeltaThreads = kHeadDimV <= 32 ? 64 : 128;
+template <int kHeadDimV>
+constexpr int kDeltaRows = kDeltaThreads<kHeadDimV> / kDeltaLanes<kHeadDimV>;
 
-// Zeros in the workspace for kRows rows of queries, by 128 threads. Of its row tile's elements, in
-// their order in memory, each row has kHeadDim; rows beyond the sequence count to the tile's end.
-// The first row of a tile has the tile's turn.
-template <int kHeadDim, int kRows>
-__device__ void clear_workspace(const BackwardParams& params, const Sequence& sequence, int batch,
-                                int head, int first_row) {
-  const int thread = threadIdx.x;
-  const int rows = min(kRows, (sequence.seqlen_q + 15) / 16 * 16 - first_row);
+// delta = rowsum(dO * O) - dlse; clears the workspace of dQ: packed tiles are all of its row tiles.
+// Grid: (tiles of 16 queries * parts * nheads).
+template <typename T, int kHeadDim, int kHeadDimV, bool kAnyAlignment>
+__global__ void __launch_bounds__(kDeltaThreads<kHeadDimV>)
+    backward_delta_kernel(const __grid_constant__ BackwardParams params,
+                          const __grid_constant__ SequenceTiles tiles) {
+  constexpr int kLanes = kDeltaLanes<kHeadDimV>, kRows = kDeltaRows<kHeadDimV>;
+  constexpr int kParts = 16 / kRows;
+  const int head = blockIdx.x % params.nheads, index = blockIdx.x / params.nheads;
+  const int part = index % kParts;
+  const auto [batch, block] = tiles.find(index / kParts);
+  const Sequence sequence(params, batch);
+  const bool empty = block < 0 || block * 16 >= sequence.seqlen_q;
+  if (empty && !tiles.packed()) return;
   const int64_t tile =
-      static_cast<int64_t>(head) * params.row_tiles + dq_tile(params, sequence, batch);
+      static_cast<int64_t>(head) * params.row_tiles + dq_tile(params, sequence, batch) + block;
   auto* const accum =
-      reinterpret_cast<float4*>(params.dq_accum + (tile * 16 + first_row) * kHeadDim);
-  for (int i = thread; i < rows * (kHeadDim / 4); i += 128) {
+      reinterpret_cast<float4*>(params.dq_accum + (tile * 16 + part * kRows) * kHeadDim);
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * (kHeadDim / 4); i += kDeltaThreads<kHeadDimV>) {
     accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  if (params.dq_turn != nullptr && thread < rows && (first_row + thread) % 16 == 0) {
-    params.dq_turn[tile + (first_row + thread) / 16] = 0;
-  }
-}
-
-// delta = rowsum(dO * O) - dlse; clears the workspace of dQ. Grid: (query blocks * nheads, 1,
-// batch), blocks up to the end of the last row tile.
-template <typename T, int kHeadDim, int kHeadDimV, bool kAnyAlignment>
-__global__ void __launch_bounds__(128)
-    backward_delta_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
-  constexpr int kLanes = kDeltaLanes<kHeadDimV>, kRows = kDeltaRows<kHeadDimV>;
-  const int batch = first_batch + blockIdx.z, head = blockIdx.x % params.nheads;
-  const Sequence sequence(params, batch);
-  const int first_row = blockIdx.x / params.nheads * kRows;
-  clear_workspace<kHeadDim, kRows>(params, sequence, batch, head, first_row);
+  if (params.dq_turn != nullptr && part == 0 && threadIdx.x == 0) params.dq_turn[tile] = 0;
+  if (empty) return;
+  const int first_row = block * 16 + part * kRows;
   const int row = first_row + threadIdx.x / kLanes;
   const int col = threadIdx.x % kLanes * 8;
   const T* const dout =
@@ -504,18 +511,20 @@ __global__ void __launch_bounds__(128)
   }
 }
 
-constexpr int kDqRows = 64;  // of a thread block of the dQ kernel: a row tile for each warp
+constexpr int kDqTile = 64;  // queries: a row tile for each warp
 
-// dQ = softmax_scale * the workspace, rounded to T. Grid: (query blocks * nheads, 1, batch).
+// dQ = softmax_scale * the workspace, rounded to T. Grid: (tiles * nheads).
 template <typename T, int kHeadDim, bool kAnyAlignment>
 __global__ void __launch_bounds__(128)
-    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
+    backward_dq_kernel(const __grid_constant__ BackwardParams params,
+                       const __grid_constant__ SequenceTiles tiles) {
   __shared__ __align__(128) T stage[4][16 * kHeadDim];
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const int batch = first_batch + blockIdx.z, head = blockIdx.x % params.nheads;
+  const int head = blockIdx.x % params.nheads;
+  const auto [batch, block] = tiles.find(blockIdx.x / params.nheads);
   const Sequence sequence(params, batch);
-  const int row_tile = blockIdx.x / params.nheads * (kDqRows / 16) + warp, row = row_tile * 16;
-  if (row >= sequence.seqlen_q) return;
+  const int row_tile = block * (kDqTile / 16) + warp, row = row_tile * 16;
+  if (row < 0 || row >= sequence.seqlen_q) return;
   const int64_t tile =
       static_cast<int64_t>(head) * params.row_tiles + dq_tile(params, sequence, batch) + row_tile;
   const float* const accum = params.dq_accum + tile * (16 * kHeadDim) + lane;

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "common/mask.h"
+#include "common/sequence_tiles.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"
 #include "kernel.h"
@@ -27,17 +28,23 @@ constexpr int64_t kTogetherBytes = 32 << 20;
 // at a time if more heads do.
 constexpr int64_t kOrderedHeads = 32;
 
+constexpr int64_t kMostRowTiles = 1 << 28;  // of all heads
+
 // Of one head in the dQ workspace: see dq_tile.
 inline int row_tiles(const BackwardParams& params) {
-  const int64_t tiles = params.cu_seqlens_q != nullptr
-                            ? params.total_q / 16 + int64_t{params.batch}
-                            : int64_t{params.batch} * ((params.seqlen_q + int64_t{15}) / 16);
-  if (tiles * params.nheads > INT_MAX) {
+  const int64_t tiles = SequenceTiles::of_queries(params, 16).count();
+  if (tiles * params.nheads > kMostRowTiles) {
     throw std::invalid_argument("nheads * blocks of 16 queries: got " +
-                                std::to_string(tiles * params.nheads) +
-                                "; accepted: up to 2^31 - 1");
+                                std::to_string(tiles * params.nheads) + "; accepted: up to 2^28");
   }
   return static_cast<int>(tiles);
+}
+
+// Blocks of keys. Heads of several sequences wait less for each other than one head's blocks, so dQ
+// that is added to in order does not take one sequence after the other.
+inline SequenceTiles key_tiles(const BackwardParams& params, int block_n) {
+  const SequenceTiles tiles = SequenceTiles::of_keys(params, block_n);
+  return params.deterministic ? tiles.equally_many() : tiles.fewest();
 }
 
 // Into how many parts, of some query heads each, the thread blocks' work is divided. Each SM gets
@@ -47,8 +54,7 @@ constexpr int64_t kRounds = 4;
 
 template <typename Config>
 int backward_splits(const BackwardParams& params) {
-  const int64_t tiles = int64_t{params.batch} * params.nheads_kv *
-                        ((params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN);
+  const int64_t tiles = key_tiles(params, Config::kBlockN).count() * params.nheads_kv;
   if (tiles == 0 || tiles >= kKeptZero) return 1;
   const int64_t wanted = kRounds * Config::kBlocksPerSm * multiprocessors();
   const int64_t group = params.nheads / params.nheads_kv;
@@ -60,8 +66,8 @@ void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
   constexpr auto kKernel = backward_kernel<Config>;
   static std::atomic<uint64_t> devices{0};
   allow_shared_memory(kKernel, Config::kSharedBytes, devices);
-  const int num_n_blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
-  const int64_t blocks = int64_t{params.batch} * params.nheads_kv * num_n_blocks;
+  const SequenceTiles tiles = key_tiles(params, Config::kBlockN);
+  const int64_t blocks = tiles.count() * params.nheads_kv;
   if (blocks > INT_MAX) {
     throw std::invalid_argument("batch * nheads_kv * key blocks: got " + std::to_string(blocks) +
                                 "; accepted: up to 2^31 - 1");
@@ -71,11 +77,12 @@ void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
                         (sizeof(typename Config::T) * (Config::kHeadDim + Config::kHeadDimV) +
                          sizeof(float) * Config::kHeadDim);
   const int64_t least = params.dq_turn == nullptr ? 1 : kOrderedHeads;
-  const int64_t heads_together =
-      std::min(std::max(kTogetherBytes / bytes, least), int64_t{params.batch} * params.nheads_kv);
+  const int64_t heads = int64_t{tiles.packed() ? 1 : params.batch} * params.nheads_kv;
+  const int64_t heads_together = std::min(std::max(kTogetherBytes / bytes, least), heads);
   const int splits = backward_splits<Config>(params);
   kKernel<<<static_cast<unsigned>(blocks * splits), Config::kThreads, Config::kSharedBytes,
-            stream>>>(params, num_n_blocks, static_cast<int>(heads_together), splits);
+            stream>>>(params, tiles, static_cast<int>(blocks / heads),
+                      static_cast<int>(heads_together), splits);
   check_cuda(cudaGetLastError(), "launch of the sm80 backward kernel");
 }
 
@@ -89,26 +96,22 @@ void launch_backward(BackwardParams params, cudaStream_t stream) {
       params.seqused_k != nullptr || params.leftpad_k != nullptr) {
     launch_clear_gaps<T>(params, stream);
   }
-  // One thread block of the two small kernels for each head and each so many rows, counted to the
-  // end of the last row tile.
-  const int rows = (params.seqlen_q + 15) / 16 * 16;
-  const auto grid = [&](int rows_of_block, int batch) {
-    return dim3((rows + rows_of_block - 1) / rows_of_block * params.nheads, 1,
-                std::min(params.batch - batch, kMaxGrid));
+  const auto blocks_of = [&](const SequenceTiles& tiles) {
+    return static_cast<unsigned>(tiles.count() * params.nheads);
   };
-  for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
-    backward_delta_kernel<T, kHeadDim, kHeadDimV, kAnyAlignment>
-        <<<grid(kDeltaRows<kHeadDimV>, batch), 128, 0, stream>>>(params, batch);
-    check_cuda(cudaGetLastError(), "launch of the sm80 delta kernel");
-  }
+  const SequenceTiles delta_tiles = SequenceTiles::of_queries(params, 16).fewest();
+  const SequenceTiles dq_tiles = SequenceTiles::of_queries(params, kDqTile).fewest();
+  constexpr unsigned kDeltaParts = 16 / kDeltaRows<kHeadDimV>;
+  backward_delta_kernel<T, kHeadDim, kHeadDimV, kAnyAlignment>
+      <<<blocks_of(delta_tiles) * kDeltaParts, kDeltaThreads<kHeadDimV>, 0, stream>>>(params,
+                                                                                      delta_tiles);
+  check_cuda(cudaGetLastError(), "launch of the sm80 delta kernel");
   launch_with_fitting_tile<BackwardConfig<T, kHeadDim, kHeadDimV, kFeatures>>(
       params.shared_memory,
       [&](auto config) { launch_backward_main<decltype(config)>(params, stream); });
-  for (int batch = 0; batch < params.batch; batch += kMaxGrid) {
-    backward_dq_kernel<T, kHeadDim, kAnyAlignment>
-        <<<grid(kDqRows, batch), 128, 0, stream>>>(params, batch);
-    check_cuda(cudaGetLastError(), "launch of the sm80 dQ kernel");
-  }
+  backward_dq_kernel<T, kHeadDim, kAnyAlignment>
+      <<<blocks_of(dq_tiles), 128, 0, stream>>>(params, dq_tiles);
+  check_cuda(cudaGetLastError(), "launch of the sm80 dQ kernel");
 }
 
 template <typename T, typename KV, typename Out, int kHeadDim, int kHeadDimV, FeatureSet kFeatures>
@@ -128,10 +131,9 @@ struct BackwardRow {
       using Fitting = decltype(config);
       const int64_t splits = backward_splits<Fitting>(params);
       if (splits == 1) return;
-      const int64_t key_blocks = (params.seqlen_k + Fitting::kBlockN - 1) / Fitting::kBlockN;
       wanted.add("partial_dkv", params.partial_dkv,
-                 splits * params.batch * params.nheads_kv * key_blocks * Fitting::kBlockN *
-                     (kHeadDim + kHeadDimV));
+                 splits * params.nheads_kv * key_tiles(params, Fitting::kBlockN).count() *
+                     Fitting::kBlockN * (kHeadDim + kHeadDimV));
       wanted.add_kept_zero("counters", params.counters);
     });
     return launch_backward<T, kHeadDim, kHeadDimV, kFeatures>;

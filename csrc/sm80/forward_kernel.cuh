@@ -90,11 +90,12 @@ __device__ void accumulate_output(float (&out)[kRowTiles][kOutTiles][4],
   }
 }
 
-// Grid: (nheads, query blocks * parts, batch), see launch_forward. params.window_left and
-// window_right are bounded_window's.
+// Grid: (nheads, query blocks * parts, batch), see launch_forward and QueryBlock.
+// params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-    forward_kernel(const __grid_constant__ ForwardParams params, Divisor page_size,
+    forward_kernel(const __grid_constant__ ForwardParams params,
+                   const __grid_constant__ SequenceTiles tiles, Divisor page_size,
                    int first_m_block, int first_batch, float scale_log2) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
@@ -109,17 +110,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   using KLoader = TileLoader<T, kBlockN, kHeadDim, Config::kThreads, kFull>;
   using VLoader = TileLoader<T, kBlockN, kHeadDimV, Config::kThreads, kFull>;
 
-  // Indices. Under a causal mask the last queries see the most keys: they go first, so that short
-  // blocks fill the end.
+  // Indices.
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int team_begin = warp / kTeam * kTeamRows;  // its first row in the thread block
-  const int head = blockIdx.x, batch = first_batch + blockIdx.z;
+  const int head = blockIdx.x;
   const int head_kv = head / (params.nheads / params.nheads_kv);
   const int splits = Config::kDivided ? params.num_splits : 1;
-  const int from_last = blockIdx.y / splits, part = blockIdx.y - from_last * splits;
-  const int m_begin = (first_m_block + gridDim.y / splits - 1 - from_last) * kBlockM;
+  const int part = blockIdx.y % splits;
+  const auto find_block = [&] {
+    return QueryBlock::find(params, tiles, first_batch + blockIdx.z, first_m_block,
+                            gridDim.y / splits, ptx::opaque(static_cast<int>(blockIdx.y)) / splits);
+  };
+  const QueryBlock block = find_block();
+  const int batch = block.batch, m_begin = block.begin;
   const Sequence sequence(params, batch);
-  if (m_begin >= sequence.seqlen_q) return;  // the grid is for the longest sequence
+  if (m_begin < 0 || m_begin >= sequence.seqlen_q) return;
   const int m_end = min(m_begin + kBlockM, sequence.seqlen_q);
 
   // The main loop knows queries by their positions among the keys, so the shift of the mask is 0,
@@ -215,15 +220,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
   }
 
-  // Epilogue. What it needs of the sequence is read again instead of occupying registers.
-  const Sequence target(params, batch);
+  // Epilogue. What it needs of the sequence is found again instead of occupying registers.
+  const Sequence target(params, find_block().batch);
   const int team_m_begin = warp_uniform(position) - (target.seqlen_k - target.seqlen_q);
   const int valid_rows = target.seqlen_q - team_m_begin;
   if constexpr (Config::kDivided) {
-    const int64_t place = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64_t index = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     const int first_row = team_m_begin % kBlockM;
     team.sum(softmax.sum);
-    WorkspacePart<kBlockM, kHeadDimV>(params, place)
+    WorkspacePart<kBlockM, kHeadDimV>(params, index)
         .leave(
             softmax, out, first_row, first_row + valid_rows, team.rank == 0,
             [&](int n) { return team.col_tile(n); }, ptx::opaque(lane));

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/mask.h"
+#include "common/sequence_tiles.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"
 #include "kernel.h"
@@ -18,11 +19,18 @@
 
 namespace flash::sm80 {
 
-// Of divided tiles what leaves kMostPartBytes at most, or one block of queries of all heads.
+// If tiles are packed, all sequences count as one: see QueryBlock.
 struct LaunchSize {
-  int m_blocks, batch;  // blocks of queries, sequences
+  int all_m_blocks, all_batch;  // blocks of queries, sequences
+  // At a time. Of divided tiles what leaves kMostPartBytes at most, or one block of queries of all
+  // heads.
+  int m_blocks, batch;
+  SequenceTiles tiles;
 
-  LaunchSize(const ForwardParams& params, int block_m, int headdim_v) {
+  LaunchSize(const ForwardParams& params, int block_m, int headdim_v)
+      : tiles(SequenceTiles::of_queries(params, block_m).fewest()) {
+    all_batch = tiles.packed() ? 1 : params.batch;
+    all_m_blocks = static_cast<int>(tiles.count() / all_batch);
     int64_t most = int64_t{kMaxGrid} * kMaxGrid;  // blocks of queries, of all heads
     const int64_t most_blocks = kMaxGrid / params.num_splits;
     if (params.num_splits > 1) {
@@ -30,10 +38,9 @@ struct LaunchSize {
       most = kMostPartBytes / (rows * headdim_v * static_cast<int64_t>(sizeof(float)));
     }
     most = std::max<int64_t>(most, 1);
-    const int64_t blocks = (params.seqlen_q - 1) / block_m + 1;
-    m_blocks = static_cast<int>(std::min({blocks, most, most_blocks}));
+    m_blocks = static_cast<int>(std::min({int64_t{all_m_blocks}, most, most_blocks}));
     batch =
-        static_cast<int>(std::clamp<int64_t>(most / m_blocks, 1, std::min(params.batch, kMaxGrid)));
+        static_cast<int>(std::clamp<int64_t>(most / m_blocks, 1, std::min(all_batch, kMaxGrid)));
   }
 };
 
@@ -51,23 +58,22 @@ void launch_forward(ForwardParams params, cudaStream_t stream) {
   if (params.cu_seqlens_q != nullptr) {
     launch_clear_gaps<typename Config::T>(params, stream);
   }
-  const int num_m_blocks = (params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   const LaunchSize most(params, Config::kBlockM, Config::kHeadDimV);
-  for (int batch = 0; batch < params.batch; batch += most.batch) {
-    for (int m_block = 0; m_block < num_m_blocks; m_block += most.m_blocks) {
+  for (int batch = 0; batch < most.all_batch; batch += most.batch) {
+    for (int m_block = 0; m_block < most.all_m_blocks; m_block += most.m_blocks) {
       // Heads come first: the blocks that run together share K and V within a group of heads and,
       // among the query blocks of one head, in the L2 cache.
-      const int blocks = std::min(num_m_blocks - m_block, most.m_blocks);
-      const int sequences = std::min(params.batch - batch, most.batch);
+      const int blocks = std::min(most.all_m_blocks - m_block, most.m_blocks);
+      const int sequences = std::min(most.all_batch - batch, most.batch);
       const dim3 grid(params.nheads, blocks * params.num_splits, sequences);
-      kKernel<<<grid, Config::kThreads, Config::kSharedBytes, stream>>>(params, page_size, m_block,
-                                                                        batch, scale_log2);
+      kKernel<<<grid, Config::kThreads, Config::kSharedBytes, stream>>>(
+          params, most.tiles, page_size, m_block, batch, scale_log2);
       check_cuda(cudaGetLastError(), "launch of the sm80 forward kernel");
       if constexpr (Config::kDivided) {
         const int64_t fours = int64_t{params.nheads} * Config::kBlockM * (Config::kHeadDimV / 4);
         const auto mergers = static_cast<unsigned>((fours - 1) / kMergeThreads + 1);
         merge_parts_kernel<Config><<<dim3(mergers, blocks, sequences), kMergeThreads, 0, stream>>>(
-            params, m_block, batch);
+            params, most.tiles, m_block, batch);
         check_cuda(cudaGetLastError(), "launch of the kernel that merges parts of an sm80 forward");
       }
     }

@@ -20,8 +20,9 @@ constexpr int kOrderedAdders = 2;
 
 // By one lane of each warp that adds: it has TMA add, of its steps, the chunks of columns
 // chunks_of(row tile). To be deterministic, tiles add to a row tile in turns, which a semaphore
-// counts: see KeyTileRange::turn. It ends at a step without a row tile.
-// adder: which of the warps it is; counter: the semaphore of these columns among a row tile's
+// counts: see KeyTileRange::turn. The first stores, so there nobody clears the workspace. It ends
+// at a step without a row tile. adder: which of the warps it is; counter: the semaphore of these
+// columns among a row tile's
 template <typename Config, typename ChunksOf>
 __device__ void add_dq(const BackwardParams& params, const BackwardSchedule& schedule,
                        typename Config::SharedStorage& shared, ChunksOf chunks_of, uint32_t adder,
@@ -54,14 +55,20 @@ __device__ void add_dq(const BackwardParams& params, const BackwardSchedule& sch
         }
         cuda::ptx::fence_proxy_async(cuda::ptx::space_global);
       }
+      const bool first = turns != nullptr && turn == 0;
       float* const target = params.dq_accum + int64_t{row_tile} * Config::kDqSize;
 #pragma unroll 1
       for (int chunk = chunks.begin; chunk < chunks.end; ++chunk, state.advance()) {
         shared.dq_pipeline.wait_stored(state);
-        cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
-                                        cuda::ptx::op_add, target + chunk * kChunkSize,
-                                        reinterpret_cast<const float*>(shared.dq[state.stage()]),
-                                        sizeof(shared.dq[0]));
+        const auto* source = reinterpret_cast<const float*>(shared.dq[state.stage()]);
+        if (first) {
+          cuda::ptx::cp_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
+                                   target + chunk * kChunkSize, source, sizeof(shared.dq[0]));
+        } else {
+          cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
+                                          cuda::ptx::op_add, target + chunk * kChunkSize, source,
+                                          sizeof(shared.dq[0]));
+        }
         cuda::ptx::cp_async_bulk_commit_group();
         cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
         shared.dq_pipeline.release_alone(state);

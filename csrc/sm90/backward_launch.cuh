@@ -12,13 +12,14 @@
 #include "common/mask.h"
 #include "common/range.h"
 #include "common/scores.h"
+#include "common/sequence_tiles.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"
 #include "host/most_cache.h"
 #include "kernel.h"
 #include "params.h"
+#include "sm90/backward_end.cuh"
 #include "sm90/backward_kernel.cuh"
-#include "sm90/backward_parts.cuh"
 #include "sm90/backward_plan.h"
 #include "sm90/tensor_map.h"
 #include "sm90/wide_backward_kernel.cuh"
@@ -26,21 +27,16 @@
 namespace flash::sm90 {
 
 // Thread blocks that look for rows of no sequence, at most: each reads the bounds of all.
-constexpr int64_t kClearing = 512;
+constexpr int kClearing = 512;
 
-// From so many bytes of dQ in float32 on, kernels before and behind the main kernel are worth a
-// change of the L1 cache.
-constexpr int64_t kLargeDqBytes = 32 << 20;
+constexpr int64_t kMostRowTiles = 1 << 28;  // of all heads, each of a few thread blocks
 
 // Of one head in the workspaces: see dq_tile.
 inline int row_tiles(const BackwardParams& params, int rows) {
-  const int64_t tiles = params.cu_seqlens_q != nullptr
-                            ? params.total_q / rows + int64_t{params.batch}
-                            : int64_t{params.batch} * ((params.seqlen_q + rows - 1) / rows);
-  if (tiles * params.nheads > INT_MAX) {
+  const int64_t tiles = SequenceTiles::of_queries(params, rows).count();
+  if (tiles * params.nheads > kMostRowTiles) {
     throw std::invalid_argument("nheads * blocks of " + std::to_string(rows) + " queries: got " +
-                                std::to_string(tiles * params.nheads) +
-                                "; accepted: up to 2^31 - 1");
+                                std::to_string(tiles * params.nheads) + "; accepted: up to 2^28");
   }
   return static_cast<int>(tiles);
 }
@@ -171,7 +167,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   }
   const BackwardSchedule schedule = make_schedule<Config>(params, workers);
   const size_t bytes = shared_bytes<Config>(schedule);
-  const bool large = tiles * Config::kDqSize >= kLargeDqBytes / 4;
+  const std::array copying{overlapping(), most_cache(sizeof(float) * tiles * Config::kDqSize)};
   if (!schedule.lone) {
     wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
@@ -184,10 +180,9 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
                int64_t{1} * (schedule.tiles - schedule.whole) * schedule.splits * Config::kBlockN *
                    (Config::kHeadDim + Config::kHeadDimV));
   }
-  // Of packed sequences it is an upper bound: each may end with a tile of its own.
   const int64_t key_tiles = params.cu_seqlens_k == nullptr
                                 ? schedule.tickets
-                                : (params.total_k / Config::kBlockN + int64_t{1} * params.batch) *
+                                : SequenceTiles::of_keys(params, Config::kBlockN).count() *
                                       params.nheads_kv * schedule.splits;
   if (key_tiles > INT_MAX) refuse_tiles(key_tiles);
   const int grid = static_cast<int>(std::min<int64_t>(key_tiles, workers)) * Config::kCluster;
@@ -199,22 +194,14 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
     replace_address(maps.dout, bound.dout.data);
-    // Of the kernels for queries: `parts` thread blocks for each head and row tile.
-    const auto for_rows = [&](int parts, auto launch) {
-      const int blocks = (bound.seqlen_q + Config::kBlockM - 1) / Config::kBlockM * parts;
-      for (int batch = 0; batch < bound.batch; batch += kMaxGrid) {
-        launch(dim3(blocks * bound.nheads, 1, std::min(bound.batch - batch, kMaxGrid)), batch);
-      }
-    };
     using Rows = RowsConfig<Config>;
-    for_rows(Rows::kParts, [&](dim3 grid, int batch) {
-      const int64_t blocks = int64_t{grid.x} * grid.z;
-      const auto clearing = static_cast<unsigned>(
-          schedule.lengths_on_device && batch == 0 ? std::min(blocks, kClearing) : 0);
-      launch_copying(large, backward_rows_kernel<Config>, grid, Rows::kThreads, 0, stream,
-                     "launch of the sm90 rows kernel", bound, batch, schedule.lengths_on_device,
-                     schedule.lone, clearing, schedule.idle.cleared);
-    });
+    const SequenceTiles of_queries = SequenceTiles::of_queries(bound, Config::kBlockM).fewest();
+    const int end_rows = static_cast<int>(of_queries.count()) * bound.nheads;
+    const int row_blocks = end_rows * Rows::kParts;
+    const int clearing = schedule.lengths_on_device ? std::min(row_blocks, kClearing) : 0;
+    launch(copying, backward_rows_kernel<Config>, row_blocks, Rows::kThreads, 0, stream,
+           "launch of the sm90 rows kernel", bound, of_queries, schedule.lengths_on_device,
+           schedule.lone, clearing, schedule.idle.cleared);
     BackwardSchedule placed = schedule;
     if (schedule.rotated) {
       const int room = clusters_at_a_time(reinterpret_cast<const void*>(kKernel),
@@ -223,17 +210,13 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     }
     launch(std::array{placed.rotated ? together() : overlapping()}, kKernel, grid, Config::kThreads,
            bytes, stream, "launch of the sm90 backward kernel", bound, maps, placed, scale_log2);
-    if (schedule.splits > 1) {
-      const dim3 parts_grid(schedule.tiles - schedule.whole,
-                            (Config::kHeadDim + Config::kHeadDimV) / kPartCols);
-      launch_copying(large, backward_parts_kernel<Config>, parts_grid, Config::kBlockN * 2, 0,
-                     stream, "launch of the sm90 parts kernel", bound, schedule);
-    }
-    if (schedule.lone) return;
-    for_rows(1, [&](dim3 grid, int batch) {
-      launch_copying(large, backward_dq_kernel<Config>, grid, Config::kBlockM * 2, 0, stream,
-                     "launch of the sm90 dQ kernel", bound, batch);
-    });
+    using End = EndConfig<Config>;
+    const int part_blocks =
+        schedule.splits == 1 ? 0 : End::kBlocks * (schedule.tiles - schedule.whole);
+    const int end_blocks = part_blocks + (schedule.lone ? 0 : end_rows);
+    if (end_blocks == 0) return;
+    launch(copying, backward_end_kernel<Config>, end_blocks, End::kThreads, 0, stream,
+           "launch of the sm90 end kernel", bound, schedule, of_queries, part_blocks);
   };
 }
 

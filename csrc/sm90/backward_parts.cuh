@@ -1,5 +1,5 @@
 // dK and dV on their way out. If the steps of a tile are divided into parts, each part leaves them
-// in a workspace, and another kernel adds them up, always in the same order.
+// in a workspace, and the end kernel adds them up.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,6 @@
 #include "common/sequence.h"
 #include "common/warp.h"
 #include "params.h"
-#include "ptx/griddepcontrol.h"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/store.cuh"
 
@@ -69,34 +68,6 @@ __device__ void finish_gradient(const BackwardParams& params, const BackwardSche
   }
 }
 
-constexpr int kPartCols = 32;  // of a thread block of the parts kernel
-
-// Adds up the parts. Grid: (divided tiles, columns of dK and of dV / kPartCols); of packed
-// sequences all places of tiles, whether there is one or not. A warp takes 16 keys.
-template <typename Config>
-__global__ void __launch_bounds__(Config::kBlockN * 2)
-    backward_parts_kernel(const __grid_constant__ BackwardParams params,
-                          const __grid_constant__ BackwardSchedule schedule) {
-  using Layout = PartLayout<Config>;
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
-  const int place = blockIdx.x;
-  const Tile tile = schedule.whole == 0 ? divided_tile(schedule, place)
-                                        : dense_tile(schedule, schedule.whole + place);
-  const KeyTileRange<Config> range(params, schedule, tile);
-  if (range.n_begin < 0 || range.n_begin >= range.sequence.seqlen_k) return;
-  const int group = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const int col = blockIdx.y * kPartCols, key = range.n_begin + group * 16;
-  const float4* part = Layout::place(params, schedule, tile, group) + col / 8 * 32;
-  float x[1][kPartCols / 8][4] = {};
-#pragma unroll 4
-  for (int i = 0; i < schedule.splits; ++i) add_part(x, part + i * Layout::kPartSize, lane);
-  if (col < Config::kHeadDim) {
-    store_gradient<Config, false>(params, tile.batch, tile.head_kv, key, col, x, lane);
-  } else {
-    store_gradient<Config, true>(params, tile.batch, tile.head_kv, key, col - Config::kHeadDim, x,
-                                 lane);
-  }
-}
+constexpr int kPartCols = 32;  // that a warp adds up
 
 }  // namespace flash::sm90

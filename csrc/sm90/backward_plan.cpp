@@ -32,24 +32,10 @@ constexpr int64_t kOrderedHeads = 16;
 constexpr float kOrderedTiles = 1.9f;
 
 // From so many tiles for each worker on idle warps work on dQ: with fewer, heads are done together,
-// at the end. And from so many additions to each row tile on, in the mean, by how fast the memory
-// is: with fewer, an H100 loses up to 11 %. Suspected: there is no bandwidth left beside the
-// attention.
+// at the end. And from so many additions to each row tile on, in the mean, more where heads share K
+// and V.
 constexpr int kTilesToIdle = 6;
-constexpr float kAdditionsToIdle = 8, kAdditionsWithFastMemory = 4.5f;
-constexpr int kFastMemory = 4500;  // GB/s; an H100 has 3350, an H200 4920
-
-int memory_bandwidth() {
-  static DeviceFacts known{};
-  return of_device(known, [](int device) {
-    int khz, bits;
-    check_cuda(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device),
-               "cudaDeviceGetAttribute(MemoryClockRate)");
-    check_cuda(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device),
-               "cudaDeviceGetAttribute(GlobalMemoryBusWidth)");
-    return static_cast<int>(2e-6f * khz * bits / 8);
-  });
-}
+constexpr float kAdditionsToIdle = 4.5f, kAdditionsOfGroupsToIdle = 8;
 
 // How much longer it takes if tiles that run at a time read so much again and again. Fitted, as
 // the times of parts, to d64 to d256, groups of 1 to 71, 512 to 16k tokens on an H200, whose L2
@@ -252,10 +238,9 @@ IdleWork plan_idle_work(const BackwardParams& params, const BackwardPlan& plan, 
                         int block_m, int block_n, int workers) {
   const int64_t heads = int64_t{params.batch} * params.nheads_kv;
   const int64_t blocks = (params.seqlen_k + block_n - 1) / block_n;
-  const int64_t head_tiles =
-      int64_t{params.nheads / params.nheads_kv} * ((params.seqlen_q + block_m - 1) / block_m);
-  const float additions =
-      memory_bandwidth() >= kFastMemory ? kAdditionsWithFastMemory : kAdditionsToIdle;
+  const int64_t group = params.nheads / params.nheads_kv;
+  const int64_t head_tiles = group * ((params.seqlen_q + block_m - 1) / block_m);
+  const float additions = group == 1 ? kAdditionsToIdle : kAdditionsOfGroupsToIdle;
   if (blocks * heads < int64_t{kTilesToIdle} * workers || head_steps < additions * head_tiles) {
     return {};
   }

@@ -1,19 +1,19 @@
-// What the Hopper backward does for each query, before its main kernel and behind it.
+// Row tiles of the Hopper backward, and what it does for each query before its main kernel.
 #pragma once
 
+#include <climits>
 #include <cmath>
 
 #include "common/gaps.h"
 #include "common/mask.h"
 #include "common/range.h"
 #include "common/sequence.h"
+#include "common/sequence_tiles.h"
 #include "common/softmax.h"
-#include "common/warp.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
 #include "sm90/backward_tile.h"
 #include "sm90/idle_warps.cuh"
-#include "sm90/store.cuh"
 
 namespace flash::sm90 {
 
@@ -25,31 +25,35 @@ __device__ int dq_tile(const AttentionParams& params, const Sequence& sequence, 
 }
 
 // A row tile of one head: kRows queries. The last come first: the main kernel, which begins with
-// the first heads, finds in the L2 cache what has been written last; the dQ kernel the same of it.
+// the first heads, finds in the L2 cache what has been written last; the end kernel the same of it.
 template <int kRows>
 struct RowTile {
-  int batch, head, first_row;
-  int part;    // the thread block's
-  int number;  // of dense sequences, in the order of IdleWork
+  int head, part;  // part: the thread block's
+  SequenceTiles::Place found;
+  int first_row;
   Sequence sequence;
   int64_t place;  // in the workspaces
 
-  // Grid: (row tiles of the longest sequence * parts * nheads, 1, batch)
-  __device__ RowTile(const BackwardParams& params, int first_batch, int parts = 1)
-      : RowTile(params, first_batch + gridDim.z - 1 - blockIdx.z, gridDim.x - 1 - blockIdx.x,
-                parts) {}
+  // Of the last tiles.count() * parts * nheads thread blocks of a grid in one dimension.
+  __device__ RowTile(const BackwardParams& params, const SequenceTiles& tiles, int parts = 1)
+      : RowTile(params, tiles, gridDim.x - 1 - blockIdx.x, parts) {}
+
+  __device__ bool empty() const { return first_row < 0 || first_row >= sequence.seqlen_q; }
+  // Of dense sequences, in the order of IdleWork.
+  __device__ int number(const BackwardParams& params) const {
+    return (found.sequence * params.nheads + head) * ((params.seqlen_q + kRows - 1) / kRows) +
+           found.block;
+  }
 
  private:
-  __device__ RowTile(const BackwardParams& params, int batch, int block, int parts)
-      : batch(batch),
-        head(block % params.nheads),
-        first_row(block / params.nheads / parts * kRows),
+  __device__ RowTile(const BackwardParams& params, const SequenceTiles& tiles, int block, int parts)
+      : head(block % params.nheads),
         part(block / params.nheads % parts),
-        number((batch * params.nheads + head) * ((params.seqlen_q + kRows - 1) / kRows) +
-               first_row / kRows),
-        sequence(params, batch),
-        place(int64_t{head} * params.row_tiles + dq_tile<kRows>(params, sequence, batch) +
-              first_row / kRows) {}
+        found(tiles.find(block / params.nheads / parts)),
+        first_row(found.block * kRows),
+        sequence(params, found.sequence),
+        place(int64_t{head} * params.row_tiles + dq_tile<kRows>(params, sequence, found.sequence) +
+              found.block) {}
 };
 
 // Whether some of the queries sees some key.
@@ -78,23 +82,26 @@ struct RowsConfig {
 
 // delta = rowsum(dO * O) - dlse. Of each row it writes the statistics that the main kernel loads,
 // (2, rows of a tile): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
-// it clears the first `cleared` row tiles of the workspace of dQ or, if all tiles of keys are lone
-// ones, dQ of queries that see none.
+// it clears the first `cleared` row tiles of the workspace of dQ, none if tiles add in order. If
+// all tiles of keys are lone ones, it clears dQ of queries that see none. Packed tiles are all of
+// the workspaces'; empty ones are written as rows that see nothing. Grid: (tiles * kParts * nheads)
 // clearing: the first so many thread blocks clear the rows of no sequence in the results
 template <typename Config>
 __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
-    backward_rows_kernel(const __grid_constant__ BackwardParams params, int first_batch,
-                         bool lengths_on_device, bool lone, unsigned clearing, int cleared) {
+    backward_rows_kernel(const __grid_constant__ BackwardParams params,
+                         const __grid_constant__ SequenceTiles tiles, bool lengths_on_device,
+                         bool lone, int clearing, int cleared) {
   using T = typename Config::T;
   using Rows = RowsConfig<Config>;
   constexpr int kLanes = Rows::kLanes, kTimes = Rows::kTimes;
   // What follows from the parameters alone is found while earlier kernels end.
   if (lengths_on_device) {
     ptx::wait_for_earlier_kernels();
-    const unsigned block = blockIdx.z * gridDim.x + blockIdx.x;  // behind 2^32 from 0 on again
-    if (block < clearing && threadIdx.x < 32) clear_gaps<T>(params, block, clearing, threadIdx.x);
+    if (blockIdx.x < clearing && threadIdx.x < 32) {
+      clear_gaps<T>(params, blockIdx.x, clearing, threadIdx.x);
+    }
   }
-  const RowTile<Config::kBlockM> tile(params, first_batch, Rows::kParts);
+  const RowTile<Config::kBlockM> tile(params, tiles, Rows::kParts);
   const Sequence& sequence = tile.sequence;
   const int first_row = tile.first_row + tile.part * Rows::kRows;
   const int lane_row = first_row + threadIdx.x / kLanes;  // the first of the lane's
@@ -112,7 +119,8 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
                       (tile.place * Rows::kParts + tile.part) * kChunks + threadIdx.x;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
-  if (tile.first_row >= sequence.seqlen_q) return;
+  if (tile.empty() && !tiles.packed()) return;
+  const int end = tile.empty() ? INT_MIN : sequence.seqlen_q;  // rows from here on are none
 
   uint4 dout_chunks[kTimes], out_chunks[kTimes];
   float lse[kTimes], dlse[kTimes];
@@ -120,7 +128,7 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
   for (int i = 0; i < kTimes; ++i, dout += dout_step, out += out_step) {
     dout_chunks[i] = out_chunks[i] = make_uint4(0, 0, 0, 0);
     lse[i] = -INFINITY, dlse[i] = 0.f;
-    if (lane_row + i * Rows::kRowsAtOnce >= sequence.seqlen_q) continue;
+    if (lane_row + i * Rows::kRowsAtOnce >= end) continue;
     if (col < params.headdim_v) {
       dout_chunks[i] = *reinterpret_cast<const uint4*>(dout);
       out_chunks[i] = __ldcs(reinterpret_cast<const uint4*>(out));
@@ -131,7 +139,8 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
       if (params.dlse != nullptr) dlse[i] = params.dlse[at];
     }
   }
-  if (!lone && (params.dq_progress == nullptr || tile.number < cleared)) {
+  if (!lone && params.dq_turn == nullptr &&
+      (params.dq_progress == nullptr || tile.number(params) < cleared)) {
     static_assert(kChunks % Rows::kThreads == 0);
 #pragma unroll
     for (int i = 0; i < kChunks; i += Rows::kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -141,7 +150,7 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
     *progress.rounded(tile.place) = 0;
     const int group = params.nheads / params.nheads_kv;
     if (tile.first_row == 0 && tile.head % group == 0) {
-      const int head = tile.batch * params.nheads_kv + tile.head / group;
+      const int head = tile.found.sequence * params.nheads_kv + tile.head / group;
       *progress.added(head) = *progress.cleared(head) = 0;
       if (head == 0) *progress.clearing() = *progress.rounding() = 0;
     }
@@ -162,7 +171,7 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
     if (col != 0) continue;
     const int row = lane_row + i * Rows::kRowsAtOnce;
     const float delta = sum - dlse[i];
-    if (row < sequence.seqlen_q) params.delta[place + i * Rows::kRowsAtOnce] = delta;
+    if (row < end) params.delta[place + i * Rows::kRowsAtOnce] = delta;
     // A row without a visible key has a log-sum-exp of -inf, a probability nowhere.
     float* const statistics =
         params.row_statistics + tile.place * (2 * Config::kBlockM) + row - tile.first_row;
@@ -174,57 +183,10 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
 #pragma unroll 1
     for (int i = threadIdx.x; i < Rows::kRows * chunks; i += Rows::kThreads) {
       const int row = first_row + i / chunks;
-      if (row >= sequence.seqlen_q) break;
+      if (row >= end) break;
       T* const target = rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head);
       reinterpret_cast<uint4*>(target)[i % chunks] = make_uint4(0, 0, 0, 0);
     }
-  }
-}
-
-// dQ = softmax_scale * the workspace, rounded to T, where idle warps have not done it: a warp takes
-// 16 rows.
-template <typename Config>
-__global__ void __launch_bounds__(Config::kBlockM * 2)
-    backward_dq_kernel(const __grid_constant__ BackwardParams params, int first_batch) {
-  using T = typename Config::T;
-  constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
-  // The rows kernel has ended, and what came before it: lengths may be read.
-  const RowTile<kRows> tile(params, first_batch);
-  const Sequence& sequence = tile.sequence;
-  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const float4* const accum =
-      reinterpret_cast<const float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4) + lane;
-  T* targets[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = tile.first_row + warp * 16 + half * 8 + lane / 4;
-    targets[half] = row < sequence.seqlen_q
-                        ? rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head)
-                        : nullptr;
-  }
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
-  if (tile.first_row >= sequence.seqlen_q) return;
-  if (params.dq_progress != nullptr && *DqProgress(params).rounded(tile.place) != 0) return;
-  constexpr int kChunkTiles = Config::kDqChunkCols / 8;
-  constexpr int kCols = kHeadDim <= 128 ? kHeadDim : 32;  // at once
-#pragma unroll
-  for (int col = 0; col < kHeadDim; col += kCols) {
-    float dq[kCols / 8][4];
-#pragma unroll
-    for (int n = 0; n < kCols / 8; ++n) {
-      const int tile = col / 8 + n;
-      const float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
-                             tile % kChunkTiles * 32];
-      dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
-      dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
-    }
-    T* rows[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      rows[half] = targets[half] == nullptr ? nullptr : targets[half] + col;
-    }
-    store_accumulators<T, 4>(rows, params.headdim - col, dq, lane);
   }
 }
 

@@ -1,6 +1,6 @@
 // What warps of the Hopper backward do that are idle otherwise, if sequences are dense and tiles
 // many and long: they clear the workspace of dQ for heads to come, and round dQ of heads that are
-// done. The rows kernel clears the rest of it, the dQ kernel rounds the rest. If dQ is added to in
+// done. The rows kernel clears the rest of it, the end kernel rounds the rest. If dQ is added to in
 // order, there is one idle warp less, and none of this.
 //
 // Heads that share K and V count as one here: their tiles add to dQ of all of them.
@@ -130,7 +130,7 @@ class IdleWarps {
         clear<Config::kDqSize>(accum, lane);
         if (lane == 0) ptx::red_release_add(DqProgress(params).cleared(tile / work.head_tiles), 1);
       } else {
-        // The dQ kernel, which asks, runs when this one has ended.
+        // The end kernel, which asks, runs when this one has ended.
         if (lane == 0) *DqProgress(params).rounded(row_tile) = 1;
         const int first_row = tile % blocks * kBlockM + lane / 4;
         round<typename Config::T, kBlockM>(

@@ -1,6 +1,5 @@
-// What the plan of the Hopper backward (sm90/backward_plan.cpp) has idle warps do on an H200, or
-// one with memory of another clock: it reads that, then dense shapes at head dim 128, and prints
-// the fields of IdleWork.
+// What the plan of the Hopper backward (sm90/backward_plan.cpp) has idle warps do on an H200: of
+// each dense shape at head dim 128 it reads and prints the fields of IdleWork.
 #include "sm90/backward_plan.cpp"
 
 #include <cstdio>
@@ -12,7 +11,6 @@ using namespace flash::sm90;
 
 int main() {
   constexpr int kBlockM = 64, kBlockN = 128, kHeadDim = 128, kWorkers = 132;
-  if (std::scanf("%d", &memory_khz) != 1) return 1;
   int batch, seqlen, nheads, nheads_kv, causal, head_steps;
   while (std::scanf("%d %d %d %d %d %d", &batch, &seqlen, &nheads, &nheads_kv, &causal,
                     &head_steps) == 6) {

@@ -1,0 +1,121 @@
+// What the Hopper backward does behind its main kernel, in one launch: it adds up the parts of
+// divided tiles, and rounds dQ.
+#pragma once
+
+#include "common/parts.h"
+#include "common/sequence.h"
+#include "common/warp.h"
+#include "params.h"
+#include "ptx/griddepcontrol.h"
+#include "sm90/backward_parts.cuh"
+#include "sm90/backward_rows.cuh"
+#include "sm90/backward_tiles.cuh"
+#include "sm90/idle_warps.cuh"
+#include "sm90/store.cuh"
+
+namespace flash::sm90 {
+
+// A thread block takes a row tile of dQ, or as many keys of a divided tile and kPartCols columns of
+// dK or of dV. A warp takes 16 rows.
+template <typename Config>
+struct EndConfig {
+  static constexpr int kThreads = Config::kBlockM * 2;
+  static constexpr int kKeys = Config::kBlockM;  // of a thread block
+  static constexpr int kCols = (Config::kHeadDim + Config::kHeadDimV) / kPartCols;
+  static constexpr int kBlocks = Config::kBlockN / kKeys * kCols;  // thread blocks of a tile
+  static_assert(Config::kBlockN % kKeys == 0);
+};
+
+// dK and dV of a divided tile: the sum of its parts, always in the same order.
+// block: of those of the tile at `place`, whether there is one or not
+template <typename Config>
+__device__ void add_parts(const BackwardParams& params, const BackwardSchedule& schedule, int place,
+                          int block, int warp, int lane) {
+  using End = EndConfig<Config>;
+  using Layout = PartLayout<Config>;
+  const Tile tile = schedule.whole == 0 ? divided_tile(schedule, place)
+                                        : dense_tile(schedule, schedule.whole + place);
+  const KeyTileRange<Config> range(params, schedule, tile);
+  const int group = block / End::kCols * (End::kKeys / 16) + warp;
+  const int col = block % End::kCols * kPartCols, key = range.n_begin + group * 16;
+  const float4* const part = Layout::place(params, schedule, tile, group) + col / 8 * 32;
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+  if (range.n_begin < 0 || range.n_begin >= range.sequence.seqlen_k) return;
+  float x[1][kPartCols / 8][4] = {};
+#pragma unroll 4
+  for (int i = 0; i < schedule.splits; ++i) add_part(x, part + i * Layout::kPartSize, lane);
+  if (col < Config::kHeadDim) {
+    store_gradient<Config, false>(params, tile.batch, tile.head_kv, key, col, x, lane);
+  } else {
+    store_gradient<Config, true>(params, tile.batch, tile.head_kv, key, col - Config::kHeadDim, x,
+                                 lane);
+  }
+}
+
+// dQ = softmax_scale * the workspace, rounded to T, where idle warps have not done it.
+template <typename Config>
+__device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBlockM>& tile,
+                         int warp, int lane) {
+  using T = typename Config::T;
+  constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
+  const Sequence& sequence = tile.sequence;
+  const float4* const accum =
+      reinterpret_cast<const float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4) + lane;
+  T* targets[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = tile.first_row + warp * 16 + half * 8 + lane / 4;
+    targets[half] = row < sequence.seqlen_q
+                        ? rows_of<T>(params.dq, sequence.q_batch, sequence.q_first + row, tile.head)
+                        : nullptr;
+  }
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+  if (tile.empty()) return;
+  if (params.dq_progress != nullptr && *DqProgress(params).rounded(tile.place) != 0) return;
+  // In order, nobody has stored dQ of queries that see no key.
+  const bool zero = params.dq_turn != nullptr && params.dq_turn[tile.place * Config::kDqTurns] == 0;
+  constexpr int kChunkTiles = Config::kDqChunkCols / 8;
+  constexpr int kCols = kHeadDim <= 128 ? kHeadDim : 32;  // at once
+#pragma unroll
+  for (int col = 0; col < kHeadDim; col += kCols) {
+    float dq[kCols / 8][4];
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n) {
+      const int tile = col / 8 + n;
+      float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
+                       tile % kChunkTiles * 32];
+      if (zero) x = make_float4(0.f, 0.f, 0.f, 0.f);
+      dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
+      dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
+    }
+    T* rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows[half] = targets[half] == nullptr ? nullptr : targets[half] + col;
+    }
+    store_accumulators<T, 4>(rows, params.headdim - col, dq, lane);
+  }
+}
+
+// Grid: (part_blocks + tiles * nheads), without the latter if all tiles are lone ones.
+// part_blocks: thread blocks that add parts
+// When it starts the rows kernel has ended, and with it what has written lengths: they may be read
+// in front of the wait.
+template <typename Config>
+__global__ void __launch_bounds__(EndConfig<Config>::kThreads)
+    backward_end_kernel(const __grid_constant__ BackwardParams params,
+                        const __grid_constant__ BackwardSchedule schedule,
+                        const __grid_constant__ SequenceTiles tiles, int part_blocks) {
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int block = blockIdx.x;
+  if (block < part_blocks) {
+    constexpr int kBlocks = EndConfig<Config>::kBlocks;
+    add_parts<Config>(params, schedule, block / kBlocks, block % kBlocks, warp, lane);
+  } else {
+    round_dq<Config>(params, RowTile<Config::kBlockM>(params, tiles), warp, lane);
+  }
+}
+
+}  // namespace flash::sm90
