@@ -17,44 +17,44 @@ struct BackwardTile {
   int warps_n_dkv;    //   dK and dV (block_n, dim): this many along the keys, the rest columns
   int warps_m_dq;     //   dQ (block_m, dim): this many along the queries, the rest columns
   int dq_steps;       //   in as many steps, to leave registers to dK and dV
-  int q_stages;       // 2: the next Q is loaded during a whole step
+  int stages;         // of Q and dO; 2: the next ones are loaded during a whole step
   int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
 };
 
 // The tile shapes of a head dim, the preferred one first; {} ends the list. tile_choice.h takes one
 // by shared memory, of which a thread block may use 227 KB on Hopper, 163 KB on an A100, 99 KB on
-// other Ampere and Ada GPUs. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal, without spills
-// if not said otherwise; docs/design-notes.md has them all.
+// other Ampere and Ada GPUs. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal, and the speed
+// of other shapes beside it; docs/design-notes.md has them all.
 constexpr BackwardTile backward_tile(int headdim, int choice) {
   switch (headdim) {
     case 32:
-      // 225 / 209; {128, 64, 4, ...} 202 / 187, with spills.
+      // 240 / 224; {128, 64, 4, ...} 0.90, with spills.
       if (choice == 0) return {64, 128, 4, 1, 4, 2, 1, 2, 2};
       break;
     case 64:
       // Large warp tiles (32 x 64 of S) spare shared memory, which is busier than the tensor cores.
-      // 269 / 251; with 96 queries 245 / 231, with 8 warps and one block an SM 187 / 180.
+      // 279 / 261; {128, 128, 8, ...} 0.92, with spills.
       if (choice == 0) return {128, 64, 4, 4, 2, 4, 1, 2, 2};
       if (choice == 1) return {128, 64, 4, 4, 2, 4, 1, 1, 2};
       break;
     case 96:
-      // 267 / 248; {64, 128, 8, ...} 252 / 233, with spills.
-      if (choice == 0) return {64, 64, 4, 2, 2, 2, 1, 2, 2};
+      // 268 / 254; with two stages 0.97, {96, 64, 4, ...} 0.98, {64, 128, 8, ...} 0.97.
+      if (choice == 0) return {64, 64, 4, 2, 2, 2, 1, 1, 2};
       break;
     case 128:
-      // 290 / 278; two warps along the queries of dQ 294 / 281 with spills, 288 / 275 in two steps.
+      // 306 / 291; two warps along the queries of dQ 0.995, with spills.
       // Two blocks an SM of {64, 64, 4, ...}, with twice the traffic of dQ, were 3 % slower.
       if (choice == 0) return {64, 128, 8, 2, 4, 4, 1, 2, 1};
       if (choice == 1) return {64, 64, 8, 4, 2, 2, 2, 1, 1};
       break;
     case 192:
-      // 268 / 254 with three steps of dQ; with 64 queries 231 / 224.
+      // 270 / 258; {64, 64, 8, ...} with two stages 0.88.
       if (choice == 0) return {128, 64, 8, 4, 2, 4, 2, 1, 1};
       if (choice == 1) return {64, 64, 8, 2, 2, 2, 1, 2, 1};
       if (choice == 2) return {32, 64, 8, 2, 2, 2, 1, 1, 1};
       break;
     case 256:
-      // 32 x 32 of S a warp; 265 / 254; with 64 queries and two stages, another run, 242 / 238.
+      // 32 x 32 of S a warp; 266 / 253; {64, 64, 8, ...} with two stages 0.95.
       if (choice == 0) return {128, 64, 8, 4, 2, 2, 4, 1, 1};
       if (choice == 1) return {64, 64, 8, 4, 2, 2, 2, 1, 1};
       if (choice == 2) return {32, 32, 4, 2, 1, 1, 2, 1, 1};
@@ -75,7 +75,7 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kThreads = kTile.warps * 32;
-  static constexpr int kQStages = kTile.q_stages;
+  static constexpr int kStages = kTile.stages;
   static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
 
   // Warps along the rows and columns of each product.
@@ -89,13 +89,13 @@ struct BackwardConfig {
 
   // Tiles in the order of TileLayout.
   struct SharedStorage {
-    alignas(128) T q[kQStages][kBlockM * kHeadDim];
-    alignas(128) T dout[kBlockM * kHeadDimV];
+    alignas(128) T q[kStages][kBlockM * kHeadDim];
+    alignas(128) T dout[kStages][kBlockM * kHeadDimV];
     alignas(128) T k[kBlockN * kHeadDim];   // in the end dK
     alignas(128) T v[kBlockN * kHeadDimV];  // in the end dV
     alignas(128) T p[kBlockM * kBlockN];
     alignas(128) T ds[kBlockM * kBlockN];
-    alignas(128) float statistics[kQStages][2 * kBlockM];  // lse, then delta
+    alignas(128) float statistics[2 * kBlockM];  // lse, then delta
   };
   static constexpr size_t kSharedBytes = sizeof(SharedStorage);
 };

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   constexpr int kThreads = Config::kThreads;
-  constexpr int kQStages = Config::kQStages;
+  constexpr int kStages = Config::kStages;
   // A warp's part of S and dP; of dK and dV; of dQ: in tiles of 16 rows and of 8 columns.
   constexpr int kRowsS = kBlockM / Config::kWarpsRowS / 16;
   constexpr int kColsS = kBlockN / Config::kWarpsColS / 8;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const uint32_t shared_q = shared_address(shared.q), shared_dout = shared_address(shared.dout);
-  constexpr uint32_t kStageBytes = sizeof(shared.q[0]);
+  constexpr uint32_t kQBytes = sizeof(shared.q[0]), kDoutBytes = sizeof(shared.dout[0]);
   const auto warp_row_s = [&](int m) { return row_s * kRowsS + m; };
   const auto warp_col_s = [&](int n) { return col_s * kColsS + n; };
 
@@ -247,32 +247,28 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     // to dQ in step with each other.
     Walk<-1> queries(m_blocks);
     // What loading needs is computed at each load (ptx::opaque) instead of occupying registers.
-    const auto load_q = [&](int m_begin, int stage) {
-      const int64_t statistics = sequence.q_batch * params.lse_batch_stride +
-                                 ptx::opaque(head) * params.lse_head_stride + sequence.q_first;
+    const auto load_queries = [&](int m_begin, int stage) {
       const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-      TileLoader<T, kBlockM, kHeadDim, kThreads, kFull> loader(
-          rows_of<const T>(params.q, sequence.q_batch, ptx::opaque(sequence.q_first + m_begin),
-                           head),
-          params.q.row_stride, params.headdim, params.aligned, thread);
-      loader.load(shared_q + stage * kStageBytes, seqlen_q - m_begin);
-#pragma unroll
-      for (int i = thread; i < 2 * kBlockM; i += kThreads) {  // lse, then delta
-        const int row = m_begin + i % kBlockM;
-        const float* const source = (i < kBlockM ? params.lse : params.delta) + statistics + row;
-        const uint32_t target = shared_address(shared.statistics[stage]) + i * sizeof(float);
-        ptx::cp_async_4_zfill(target, source, row < seqlen_q);
-      }
-      ptx::cp_async_commit();
+      const int row = ptx::opaque(sequence.q_first + m_begin), rows = seqlen_q - m_begin;
+      TileLoader<T, kBlockM, kHeadDim, kThreads, kFull> q_loader(
+          rows_of<const T>(params.q, sequence.q_batch, row, head), params.q.row_stride,
+          params.headdim, params.aligned, thread);
+      q_loader.load(shared_q + stage * kQBytes, rows);
+      TileLoader<T, kBlockM, kHeadDimV, kThreads, kFull> dout_loader(
+          rows_of<const T>(params.dout, sequence.q_batch, row, head), params.dout.row_stride,
+          params.headdim_v, params.aligned, thread);
+      dout_loader.load(shared_dout + stage * kDoutBytes, rows);
     };
-    const auto load_dout = [&](int m_begin) {
-      TileLoader<T, kBlockM, kHeadDimV, kThreads, kFull> loader(
-          rows_of<const T>(params.dout, sequence.q_batch, ptx::opaque(sequence.q_first + m_begin),
-                           head),
-          params.dout.row_stride, params.headdim_v, params.aligned,
-          ptx::opaque(static_cast<int>(threadIdx.x)));
-      loader.load(shared_dout, seqlen_q - m_begin);
-      ptx::cp_async_commit();
+    const auto load_statistics = [&](int m_begin) {
+      const int64_t source_row = sequence.q_batch * params.lse_batch_stride +
+                                 ptx::opaque(head) * params.lse_head_stride + sequence.q_first;
+#pragma unroll
+      for (int i = ptx::opaque(static_cast<int>(threadIdx.x)); i < 2 * kBlockM; i += kThreads) {
+        const int row = m_begin + i % kBlockM;
+        const float* const source = (i < kBlockM ? params.lse : params.delta) + source_row + row;
+        ptx::cp_async_4_zfill(shared_address(shared.statistics) + i * sizeof(float), source,
+                              row < seqlen_q);
+      }
     };
     const int first_dq_tile = head * params.row_tiles + dq_tile(params, sequence, batch);
     const ScoreTransform transform(params, batch, head, mask.shift);
@@ -280,21 +276,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
     const DqTurn<kBlockM, kBlockN> dq_turn{params.dq_turn, first_dq_tile, mask, seqlen_q, n_block};
 
-    load_q(queries.place() * kBlockM, 0);
-    load_dout(queries.place() * kBlockM);
+    load_queries(queries.place() * kBlockM, 0);
+    load_statistics(queries.place() * kBlockM);
 
     int stage = 0;
     for (; queries.valid(); queries.advance()) {
       const int m_begin = queries.place() * kBlockM;
       const bool more = queries.has_next();
-      kQStages == 2 ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
-      __syncthreads();  // Q has arrived; every warp is done with the last Q and dS
-      if (kQStages == 2 && more) load_q(queries.next() * kBlockM, stage ^ 1);
+      ptx::cp_async_wait_all();
+      __syncthreads();  // Q, dO and statistics have arrived; every warp is done with the last step
+      if (kStages == 2 && more) load_queries(queries.next() * kBlockM, stage ^ 1);
+      const uint32_t q = shared_q + stage * kQBytes, dout = shared_dout + stage * kDoutBytes;
 
       // P, first S.
       float p[kRowsS][kColsS][4];
-      const OperandA<kHeadDim, Order::kRows> q_as_a(shared_q + stage * kStageBytes, row_s * kRowsS,
-                                                    0, lane);
+      const OperandA<kHeadDim, Order::kRows> q_as_a(q, row_s * kRowsS, 0, lane);
       const OperandB<kHeadDim, Order::kRows> k_as_b(shared_address(shared.k), col_s * kColsS / 2, 0,
                                                     lane);
       multiply<T, kHeadDim / 16>(p, q_as_a, k_as_b);
@@ -312,7 +308,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
                         [&](int m, int n, int j, float slope) { derivative[m][n][j] = slope; });
       }
       mask_scores();
-      const float* const statistics = shared.statistics[stage] + row_s * kRowsS * 16;
+      const float* const statistics = shared.statistics + row_s * kRowsS * 16;
       exponentiate(p, statistics, scale_log2, lane);
       const auto store_p = [&](const auto& p) {
         store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
@@ -328,16 +324,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         if (transform.is_curved()) multiply_elements(p, derivative);
       }
 
-      const bool passes_turn = params.dq_turn != nullptr && queries.has_previous();
-      if (passes_turn)
-        __threadfence();  // the last step's additions to dQ come before its turn ends
-      kQStages == 2 && more ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
-      __syncthreads();  // P is written, dO has arrived
-      if (passes_turn && threadIdx.x == 0) dq_turn.pass_on(queries.previous() * kBlockM);
-
       // dS, first dP.
       float ds[kRowsS][kColsS][4];
-      const OperandA<kHeadDimV, Order::kRows> dout_as_a(shared_dout, row_s * kRowsS, 0, lane);
+      const OperandA<kHeadDimV, Order::kRows> dout_as_a(dout, row_s * kRowsS, 0, lane);
       const OperandB<kHeadDimV, Order::kRows> v_as_b(shared_address(shared.v), col_s * kColsS / 2,
                                                      0, lane);
       multiply<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b);
@@ -345,26 +334,31 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
                                   lane);
       store_fragments<kBlockN>(ds, shared.ds, warp_row_s, warp_col_s, lane);
 
+      const bool passes_turn = params.dq_turn != nullptr && queries.has_previous();
+      if (passes_turn)
+        __threadfence();  // the last step's additions to dQ come before its turn ends
+      __syncthreads();    // P and dS are written; every warp is done with the statistics
+      if (passes_turn && threadIdx.x == 0) dq_turn.pass_on(queries.previous() * kBlockM);
+      if (more) load_statistics(queries.next() * kBlockM);
+
       // dV.
       const OperandA<kBlockN, Order::kTransposed, Config::kWarpsRowDkv> p_transposed(
           shared_address(shared.p), 0, row_dkv, lane);
-      const OperandB<kHeadDimV, Order::kTransposed, Config::kWarpsColDkv> dout_as_b(shared_dout, 0,
+      const OperandB<kHeadDimV, Order::kTransposed, Config::kWarpsColDkv> dout_as_b(dout, 0,
                                                                                     col_dkv, lane);
       multiply_accumulate<T, kBlockM / 16>(dv, p_transposed, dout_as_b);
-      __syncthreads();  // dS is written; every warp is done with dO
-      if (more) load_dout(queries.next() * kBlockM);
 
       // dK.
-      const OperandB<kHeadDim, Order::kTransposed, Config::kWarpsColDkv> q_as_b(
-          shared_q + stage * kStageBytes, 0, col_dkv, lane);
       const OperandA<kBlockN, Order::kTransposed, Config::kWarpsRowDkv> ds_transposed(
           shared_address(shared.ds), 0, row_dkv, lane);
+      const OperandB<kHeadDim, Order::kTransposed, Config::kWarpsColDkv> q_as_b(q, 0, col_dkv,
+                                                                                lane);
       multiply_accumulate<T, kBlockM / 16>(dk, ds_transposed, q_as_b);
-      if constexpr (kQStages == 2) {
+      if constexpr (kStages == 2) {
         stage ^= 1;
       } else if (more) {
-        __syncthreads();  // every warp is done with Q
-        load_q(queries.next() * kBlockM, 0);
+        __syncthreads();  // every warp is done with Q and dO
+        load_queries(queries.next() * kBlockM, 0);
       }
 
       // dQ, some columns at a time.

@@ -72,8 +72,9 @@ void launch_backward_main(const BackwardParams& params, cudaStream_t stream) {
     throw std::invalid_argument("batch * nheads_kv * key blocks: got " + std::to_string(blocks) +
                                 "; accepted: up to 2^31 - 1");
   }
-  // What the thread blocks of one head of K and V read again and again: Q, dO and dQ.
-  const int64_t bytes = int64_t{params.seqlen_q} * (params.nheads / params.nheads_kv) *
+  // What the thread blocks of one head of K and V read again and again: Q, dO and dQ of one head of
+  // Q at a time.
+  const int64_t bytes = int64_t{params.seqlen_q} *
                         (sizeof(typename Config::T) * (Config::kHeadDim + Config::kHeadDimV) +
                          sizeof(float) * Config::kHeadDim);
   const int64_t least = params.dq_turn == nullptr ? 1 : kOrderedHeads;
