@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -36,12 +36,12 @@ OLDEST_CUDA = (12, 5)
 # What one compiler process may need at its peak; bounds the default number of jobs.
 JOB_MEMORY = 2 << 30
 
-# Architecture as users name it -> (kernel backend, compiler targets). PTX of compute_80 runs on
-# every newer GPU through the driver's compiler; code for 90a runs on 9.0 alone.
-ARCHITECTURES = {
-    "80": ("sm80", "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80"),
-    "90a": ("sm90", "-gencode=arch=compute_90a,code=sm_90a"),
-}
+# Architecture as users name it -> the kernels that are compiled for it. Code for 90a runs on 9.0
+# alone.
+ARCHITECTURES = {"80": "sm80", "90": "sm80", "100": "sm80", "120": "sm80", "90a": "sm90"}
+DEFAULT_ARCHITECTURES = ["80", "90a"]
+# Of the sm80 kernels there is always PTX: other GPUs run it through the driver's compiler.
+PTX_OF_SM80 = "-gencode=arch=compute_80,code=compute_80"
 CPP_DTYPES = {
     "fp16": ("__half", "kFloat16"),
     "bf16": ("__nv_bfloat16", "kBFloat16"),
@@ -187,16 +187,22 @@ def switched_on(environ: Mapping[str, str], name: str) -> bool:
     return value == "1"
 
 
-def selected_kernels(environ: Mapping[str, str]) -> list[Kernel]:
-    """The rows of the table that FLASH_ATTN_CUDA_ARCHS and FLASH_ATTN_ONLY leave."""
-    archs = environ.get("FLASH_ATTN_CUDA_ARCHS", "") or "80;90a"
-    unknown = [arch for arch in archs.split(";") if arch not in ARCHITECTURES]
+def selected_architectures(environ: Mapping[str, str]) -> list[str]:
+    names = environ.get("FLASH_ATTN_CUDA_ARCHS", "")
+    if not names:
+        return DEFAULT_ARCHITECTURES
+    unknown = [arch for arch in names.split(";") if arch not in ARCHITECTURES]
     if unknown:
         raise BuildError(
-            f"FLASH_ATTN_CUDA_ARCHS={archs!r}: unknown {unknown}; "
+            f"FLASH_ATTN_CUDA_ARCHS={names!r}: unknown {unknown}; "
             f"accepted are {', '.join(ARCHITECTURES)}, separated by semicolons"
         )
-    backends = {ARCHITECTURES[arch][0] for arch in archs.split(";")}
+    return names.split(";")
+
+
+def selected_kernels(environ: Mapping[str, str]) -> list[Kernel]:
+    """The rows of the table that FLASH_ATTN_CUDA_ARCHS and FLASH_ATTN_ONLY leave."""
+    backends = {ARCHITECTURES[arch] for arch in selected_architectures(environ)}
     rows = [row for row in KERNELS if row.backend in backends]
 
     only = environ.get("FLASH_ATTN_ONLY", "")
@@ -343,12 +349,21 @@ PORTABLE_LINK = (
 LINK = "nvcc -shared -cudart static -nodlink -Xlinker --exclude-libs=ALL $in"
 
 
-def ninja_manifest(rows: list[Kernel], portable: bool = False) -> str:
+def compiler_targets(backend: str, archs: Sequence[str]) -> str:
+    """The options of nvcc for the kernels of a backend."""
+    targets = [
+        f"-gencode=arch=compute_{arch},code=sm_{arch}"
+        for arch in archs
+        if ARCHITECTURES[arch] == backend
+    ]
+    return " ".join(targets + [PTX_OF_SM80] * (backend == "sm80"))
+
+
+def ninja_manifest(rows: list[Kernel], archs: Sequence[str], portable: bool = False) -> str:
     """build.ninja. Compiler messages are shown; the statistics of ptxas go to PTXAS_REPORTS.
 
     What takes longest comes first, so that no core is left with it alone in the end.
     """
-    gencode = dict(ARCHITECTURES.values())
     lines = f"""\
 builddir = {BUILD}
 flags = -std=c++17 -O3 -Icsrc -I{GENERATED} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall $
@@ -381,7 +396,7 @@ rule link
         source = GENERATED / f"{row.name}.cu"
         lines += [
             f"build {target} | {report}: kernel {source} | {OBJECTS}/toolchain.txt",
-            f"  gencode = {gencode[row.backend]}",
+            f"  gencode = {compiler_targets(row.backend, archs)}",
             f"  report = {report}",
         ]
         objects.append(target)
@@ -458,7 +473,9 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
     write_if_changed(GENERATED / "exports.map", "{ global: PyInit__C; local: *; };\n")
     inputs += sorted(path for path in Path("csrc").rglob("*") if path.is_file())
     settle_times(inputs, BUILD / "times.json")
-    manifest = write_if_changed(BUILD / "build.ninja", ninja_manifest(rows, portable))
+    manifest = write_if_changed(
+        BUILD / "build.ninja", ninja_manifest(rows, selected_architectures(environ), portable)
+    )
 
     # Folders named in this variable count as the system's: -MMD leaves their headers out.
     includes = (

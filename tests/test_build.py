@@ -29,14 +29,14 @@ def test_table(build_support: ModuleType) -> None:
     table = [row.name for row in build_support.KERNELS]
     assert len(set(table)) == len(table)
     assert {"sm80_forward_bf16_d128_plain", "sm90_forward_fp16_d192v128_full"} <= set(table)
-    backends = {backend for backend, _ in build_support.ARCHITECTURES.values()}
+    backends = set(build_support.ARCHITECTURES.values())
     assert {row.backend for row in build_support.KERNELS} == backends
     assert names(build_support) == table
     assert names(build_support, FLASH_ATTN_CUDA_ARCHS="", FLASH_ATTN_ONLY="") == table
 
 
 def test_filter(build_support: ModuleType) -> None:
-    for arch, prefix in (("80", "sm80_"), ("90a", "sm90_")):
+    for arch, prefix in (("80", "sm80_"), ("100;120", "sm80_"), ("90a", "sm90_")):
         every = names(build_support, FLASH_ATTN_CUDA_ARCHS=arch)
         assert every and all(name.startswith(prefix) for name in every)
     assert names(build_support, FLASH_ATTN_ONLY="sm80_forward_bf16_d64") == [
@@ -53,7 +53,7 @@ def test_filter(build_support: ModuleType) -> None:
 @pytest.mark.parametrize(
     "environ, message",
     [
-        ({"FLASH_ATTN_CUDA_ARCHS": "80,90a"}, r"'80,90a'.*accepted are 80, 90a, separated by semi"),
+        ({"FLASH_ATTN_CUDA_ARCHS": "80,90a"}, r"'80,90a'.*accepted are 80, .*, 90a, separated"),
         ({"FLASH_ATTN_CUDA_ARCHS": "80;70"}, r"unknown \['70'\]"),
         ({"FLASH_ATTN_ONLY": "d99"}, "'d99' matches none of .*sm80_forward_bf16_d128_plain"),
     ],
@@ -143,11 +143,19 @@ def test_times_follow_content(build_support: ModuleType, tmp_path: Path) -> None
 
 
 def test_slow_kernels_are_compiled_first(build_support: ModuleType) -> None:
-    manifest = build_support.ninja_manifest(list(build_support.KERNELS))
+    manifest = build_support.ninja_manifest(list(build_support.KERNELS), ["80", "90a"])
     order = re.findall(r"kernel build/generated/(\w+)\.cu", manifest)
     assert sorted(order) == sorted(names(build_support))
     assert order[0].endswith("d256_full") and "backward" in order[0]
     assert "merge" in order[-1]
+
+
+def test_compiler_targets(build_support: ModuleType) -> None:
+    archs = build_support.selected_architectures({"FLASH_ATTN_CUDA_ARCHS": "120;90a"})
+    assert build_support.compiler_targets("sm90", archs) == "-gencode=arch=compute_90a,code=sm_90a"
+    assert build_support.compiler_targets("sm80", archs) == (
+        "-gencode=arch=compute_120,code=sm_120 -gencode=arch=compute_80,code=compute_80"
+    )
 
 
 def test_ptxas_reports(build_support: ModuleType, tmp_path: Path) -> None:

@@ -45,6 +45,16 @@ def test_tiles_of_other_gpus_for_the_sanitizer(
         check(small(layout, features, headdims, dtype, device), deterministic=layout == "varlen")
 
 
+@of_each_kernel
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_tiles_of_99_kilobytes(device, options, layout, headdims):
+    options = OPTIONS[options](2 if layout == "dense" else 3, 4, device)
+    problem = large(layout, 4, 2, *headdims, dtype=torch.bfloat16, device=device, **options)
+    with shared_memory(99):
+        check(problem, deterministic=layout == "varlen")
+
+
 def check_each_tile(problem: Attention, headdims: tuple[int, int]) -> list[int]:
     """Check the forward with each tile shape that fits the shared memory; which those are."""
     kernel = "forward", "sm80", *headdims
@@ -84,10 +94,10 @@ def test_each_tile(device, options, layout, headdims):
 @pytest.mark.parametrize(
     "kilobytes, headdim, fitting",
     [
-        (163, 128, [0, 1, 2]),
-        (99, 128, [0, 1, 2]),
-        (163, 192, [1]),
-        (99, 192, [1]),
+        (163, 128, [0, 1, 2, 3]),
+        (99, 128, [0, 1, 2, 3]),
+        (163, 192, [1, 2]),
+        (99, 192, [1, 2]),
         (163, 256, [1, 2]),
         (99, 256, [2]),
     ],

@@ -30,22 +30,30 @@ constexpr BackwardTile backward_tile(int headdim, int choice) {
     case 32:
       // 240 / 224; {128, 64, 4, ...} 0.90, with spills.
       if (choice == 0) return {64, 128, 4, 1, 4, 2, 1, 2, 2};
+      // With 99 KB 190 / 182; one block an SM of the first 172 / 161, of {128, 128, 8, ...} 188 /
+      // 178.
+      if (choice == 1) return {64, 64, 4, 2, 2, 4, 1, 2, 2};
       break;
     case 64:
       // Large warp tiles (32 x 64 of S) spare shared memory, which is busier than the tensor cores.
       // 279 / 261; {128, 128, 8, ...} 0.92, with spills.
       if (choice == 0) return {128, 64, 4, 4, 2, 4, 1, 2, 2};
       if (choice == 1) return {128, 64, 4, 4, 2, 4, 1, 1, 2};
+      // With 99 KB 247 / 237; one block an SM of the second 204 / 192.
+      if (choice == 2) return {64, 64, 4, 2, 2, 2, 1, 1, 2};
       break;
     case 96:
       // 268 / 254; with two stages 0.97, {96, 64, 4, ...} 0.98, {64, 128, 8, ...} 0.97.
       if (choice == 0) return {64, 64, 4, 2, 2, 2, 1, 1, 2};
+      // With 99 KB 228 / 216; one block an SM of the first 201 / 193.
+      if (choice == 1) return {64, 96, 6, 2, 3, 2, 1, 1, 1};
       break;
     case 128:
       // 306 / 291; two warps along the queries of dQ 0.995, with spills.
       // Two blocks an SM of {64, 64, 4, ...}, with twice the traffic of dQ, were 3 % slower.
       if (choice == 0) return {64, 128, 8, 2, 4, 4, 1, 2, 1};
-      if (choice == 1) return {64, 64, 8, 4, 2, 2, 2, 1, 1};
+      // With 99 KB 237 / 229; {64, 64, 8, ...} 0.89.
+      if (choice == 1) return {32, 128, 8, 2, 4, 2, 1, 1, 1};
       break;
     case 192:
       // 270 / 258; {64, 64, 8, ...} with two stages 0.88.
@@ -62,6 +70,17 @@ constexpr BackwardTile backward_tile(int headdim, int choice) {
   }
   return {};
 }
+
+// Which blocks of 16 rows or columns of a tile a warp has, where kWarps share them, kEach for each.
+// They are dealt out one by one; if kWarps is no power of two a warp has neighbours. In both cases
+// no carry disturbs TileLayout::in_block.
+template <int kWarps, int kEach>
+struct WarpBlocks {
+  static constexpr bool kDealt = (kWarps & (kWarps - 1)) == 0;
+  static_assert(kDealt || (kEach & (kEach - 1)) == 0);
+  static constexpr int kStride = kDealt ? kWarps : 1;  // from one to the next
+  __device__ static int first(int warp) { return kDealt ? warp : warp * kEach; }
+};
 
 template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures, int kChoice = 0>
 struct BackwardConfig {
@@ -85,6 +104,7 @@ struct BackwardConfig {
   static_assert(kBlockM % (16 * kWarpsRowS) == 0 && kBlockN % (16 * kWarpsColS) == 0);
   static_assert(kBlockN % (16 * kWarpsRowDkv) == 0 && kHeadDim % (16 * kWarpsColDkv) == 0 &&
                 kHeadDimV % (16 * kWarpsColDkv) == 0);
+  static_assert((kWarpsColDkv & (kWarpsColDkv - 1)) == 0);  // or WarpBlocks for those columns
   static_assert(kBlockM % (16 * kWarpsRowDq) == 0 && kHeadDim % (16 * kWarpsColDq) == 0);
 
   // Tiles in the order of TileLayout.

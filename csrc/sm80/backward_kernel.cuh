@@ -196,6 +196,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   constexpr int kRowsDq = kBlockM / Config::kWarpsRowDq / 16;
   constexpr int kColsDq = kHeadDim / Config::kWarpsColDq / 8;
   constexpr int kColsDqStep = kColsDq / Config::kTile.dq_steps;
+  using RowDkv = WarpBlocks<Config::kWarpsRowDkv, kRowsDkv>;
+  using ColDq = WarpBlocks<Config::kWarpsColDq, kColsDq / 2>;
   static_assert(kColsDqStep % 2 == 0 && kColsDq % kColsDqStep == 0);
 
   // Indices.
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const int row_dq = warp / Config::kWarpsColDq, col_dq = warp % Config::kWarpsColDq;
 
   // Shared memory. Of S and dP a warp has rows and columns that lie together; columns of P and dS
-  // as rows of dK and dV, and those of dK, dV and dQ, are dealt out 16 by 16.
+  // as rows of dK and dV, and those of dK, dV and dQ, are shared 16 by 16 (WarpBlocks).
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   const uint32_t shared_q = shared_address(shared.q), shared_dout = shared_address(shared.dout);
@@ -342,15 +344,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       if (more) load_statistics(queries.next() * kBlockM);
 
       // dV.
-      const OperandA<kBlockN, Order::kTransposed, Config::kWarpsRowDkv> p_transposed(
-          shared_address(shared.p), 0, row_dkv, lane);
+      const OperandA<kBlockN, Order::kTransposed, RowDkv::kStride> p_transposed(
+          shared_address(shared.p), 0, RowDkv::first(row_dkv), lane);
       const OperandB<kHeadDimV, Order::kTransposed, Config::kWarpsColDkv> dout_as_b(dout, 0,
                                                                                     col_dkv, lane);
       multiply_accumulate<T, kBlockM / 16>(dv, p_transposed, dout_as_b);
 
       // dK.
-      const OperandA<kBlockN, Order::kTransposed, Config::kWarpsRowDkv> ds_transposed(
-          shared_address(shared.ds), 0, row_dkv, lane);
+      const OperandA<kBlockN, Order::kTransposed, RowDkv::kStride> ds_transposed(
+          shared_address(shared.ds), 0, RowDkv::first(row_dkv), lane);
       const OperandB<kHeadDim, Order::kTransposed, Config::kWarpsColDkv> q_as_b(q, 0, col_dkv,
                                                                                 lane);
       multiply_accumulate<T, kBlockM / 16>(dk, ds_transposed, q_as_b);
@@ -368,8 +370,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       }
       const OperandA<kBlockN, Order::kRows> ds_as_a(shared_address(shared.ds), row_dq * kRowsDq, 0,
                                                     lane);
-      const OperandB<kHeadDim, Order::kTransposed, Config::kWarpsColDq> k_transposed(
-          shared_address(shared.k), 0, col_dq, lane);
+      const OperandB<kHeadDim, Order::kTransposed, ColDq::kStride> k_transposed(
+          shared_address(shared.k), 0, ColDq::first(col_dq), lane);
 #pragma unroll
       for (int first_col = 0; first_col < kColsDq; first_col += kColsDqStep) {
         float dq[kRowsDq][kColsDqStep][4];
@@ -378,11 +380,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         for (int m = 0; m < kRowsDq; ++m) {
           const int tile = m_begin / 16 + row_dq * kRowsDq + m;
           if (tile * 16 >= seqlen_q) break;
-          add_to_workspace(params.dq_accum + int64_t{first_dq_tile + tile} * (16 * kHeadDim) + lane,
-                           dq[m], [&](int n) {
-                             return ((first_col + n) / 2 * Config::kWarpsColDq + col_dq) * 2 +
-                                    n % 2;
-                           });
+          add_to_workspace(
+              params.dq_accum + int64_t{first_dq_tile + tile} * (16 * kHeadDim) + lane, dq[m],
+              [&](int n) {
+                return ((first_col + n) / 2 * ColDq::kStride + ColDq::first(col_dq)) * 2 + n % 2;
+              });
         }
       }
     }
@@ -416,7 +418,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   scale_by(dk, params.softmax_scale);
   if (kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
-  const auto warp_row_dkv = [&](int m) { return m * Config::kWarpsRowDkv + row_dkv; };
+  const auto warp_row_dkv = [&](int m) { return m * RowDkv::kStride + RowDkv::first(row_dkv); };
   const auto warp_col_dkv = [&](int n) {
     return (n / 2 * Config::kWarpsColDkv + col_dkv) * 2 + n % 2;
   };
