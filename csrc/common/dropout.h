@@ -2,10 +2,12 @@
 // the same as flash_attn/_backends/philox.py.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "common/fragment.h"
 #include "params.h"
+#include "ptx/opaque.h"
 
 namespace flash {
 
@@ -62,19 +64,25 @@ struct Dropout {
   const AttentionParams& params;
 
   __device__ Dropout(const AttentionParams& params, int batch, int head)
+      : Dropout(params, head_key_of(params, batch, head)) {}
+  // Of a head whose key is known.
+  __device__ Dropout(const AttentionParams& params, uint32_t head_key)
       : enabled(params.rng_state != nullptr),
         scale(params.dropout_scale),
         bound(params.dropout_bound),
-        head_key(0),
-        params(params) {
-    if (!enabled) return;
+        head_key(head_key),
+        params(params) {}
+
+  // Reads memory.
+  static __device__ uint32_t head_key_of(const AttentionParams& params, int batch, int head) {
+    if (params.rng_state == nullptr) return 0;
     const auto seed = static_cast<uint64_t>(params.rng_state[0]);
     const auto offset = static_cast<uint32_t>(params.rng_state[1]);
     const int nheads = params.place_nheads > 0 ? params.place_nheads : params.nheads;
     const int index = (params.place_batch + batch) * nheads + params.place_head + head;
-    head_key = philox_4x32({static_cast<uint32_t>(index), 0, 0, offset},
-                           {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)})
-                   .x;
+    return philox_4x32({static_cast<uint32_t>(index), 0, 0, offset},
+                       {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)})
+        .x;
   }
 
   // Of the block of scores at query 16 * query_tile and key 16 * key_tile.
@@ -88,5 +96,32 @@ struct Dropout {
              philox_2x32({key + next.key, query + next.query}, head_key)}};
   }
 };
+
+// Gives what dropout drops a minus sign.
+// p: probabilities, accumulators of m16n8, from query 16 * query_tile and key 16 * key_tile on
+template <Rows kRows = Rows::kQueries, int kRowTiles, int kColTiles>
+__device__ void mark_dropped(float (&p)[kRowTiles][kColTiles][4], const Dropout& dropout,
+                             int query_tile, int key_tile, int lane) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColTiles; n += 2) {
+      const Place behind = place_of<kRows>(m, n / 2);
+      const auto kept = dropout.kept<kRows>(query_tile + behind.query, key_tile + behind.key, lane);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& entry = p[m][n + i / 4][i % 4];
+        if (!kept(i / 4, i % 4)) entry = -entry;
+      }
+    }
+  }
+}
+
+// dS = P * (dP - delta), of a P that may be marked: then dP is zero, else it is to be scaled.
+__device__ inline float gradient_of_marked(float p, float dp, float delta, float dropout_scale) {
+  // Without `opaque`, the scale would be loaded for each score, under a condition.
+  const float of_kept = ptx::opaque(fmaf(dp, dropout_scale, -delta));
+  return p * (signbit(p) ? delta : of_kept);
+}
 
 }  // namespace flash

@@ -6,14 +6,21 @@
 
 #include <cstdint>
 
+#include "ptx/cvt.h"
+
 namespace flash {
 
-// `low` and `high` rounded to the type of the last argument.
-__device__ inline uint32_t pack(float low, float high, __half) {
+// `low` and `high` rounded to the type of the last argument. kPositive: what is below zero becomes
+// zero, at no cost.
+template <bool kPositive = false>
+__device__ uint32_t pack(float low, float high, __half type) {
+  if (kPositive) return ptx::pack_positive(low, high, type);
   const __half2 pair = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
 }
-__device__ inline uint32_t pack(float low, float high, __nv_bfloat16) {
+template <bool kPositive = false>
+__device__ uint32_t pack(float low, float high, __nv_bfloat16 type) {
+  if (kPositive) return ptx::pack_positive(low, high, type);
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
 }

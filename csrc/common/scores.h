@@ -45,14 +45,21 @@ struct ScoreTransform {
   // unit: as of scale_log2_of
   __device__ ScoreTransform(const AttentionParams& params, int batch, int head, int shift,
                             float unit = 1.f)
+      : ScoreTransform(params, slope_of(params, batch, head, unit), shift, unit) {}
+  // Of a head whose slope is known.
+  __device__ ScoreTransform(const AttentionParams& params, float slope, int shift, float unit = 1.f)
       : scale(params.softmax_scale * unit),
         softcap(params.softcap),
-        slope(0.f),
-        shift(shift + params.place_shift) {
-    if (params.alibi_slopes == nullptr) return;
-    slope = params.alibi_slopes[batch * params.alibi_batch_stride + head] *
-            __fdividef(kLog2e, scale_log2_of(params, unit));
-    slope = fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // infinity times distance 0 would be NaN
+        slope(slope),
+        shift(shift + params.place_shift) {}
+
+  // Reads memory.
+  static __device__ float slope_of(const AttentionParams& params, int batch, int head,
+                                   float unit = 1.f) {
+    if (params.alibi_slopes == nullptr) return 0.f;
+    const float slope = params.alibi_slopes[batch * params.alibi_batch_stride + head] *
+                        __fdividef(kLog2e, scale_log2_of(params, unit));
+    return fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // infinity times distance 0 would be NaN
   }
 
   // Whether its derivative is not 1 everywhere.

@@ -1,5 +1,8 @@
-// Conversions to 8 bits (Ada, Hopper).
+// Conversions to 16 bits, and to 8 bits (Ada, Hopper).
 #pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -16,6 +19,20 @@ __device__ inline uint32_t pack_e4m3(float a, float b, float c, float d) {
       "mov.b32 %0, {low, high};\n}\n"
       : "=r"(packed)
       : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
+}
+
+// Two numbers rounded to the type of the last argument, `low` in the lower half; those below zero
+// become zero. NaN stays NaN.
+// PTX ISA, "Data Movement and Conversion Instructions: cvt"
+__device__ inline uint32_t pack_positive(float low, float high, __half) {
+  uint32_t packed;
+  asm("cvt.rn.relu.f16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(low), "f"(high));
+  return packed;
+}
+__device__ inline uint32_t pack_positive(float low, float high, __nv_bfloat16) {
+  uint32_t packed;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(low), "f"(high));
   return packed;
 }
 

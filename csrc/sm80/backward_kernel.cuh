@@ -64,26 +64,6 @@ __device__ void exponentiate(float (&p)[kRowTiles][kColTiles][4], const float* l
   }
 }
 
-// Makes P of what dropout drops negative; `dropped` becomes P with zeros there.
-// p, dropped: accumulators of m16n8, from query 16 * row_tile and key 16 * col_tile on
-template <int kRowTiles, int kColTiles>
-__device__ void drop(float (&p)[kRowTiles][kColTiles][4], float (&dropped)[kRowTiles][kColTiles][4],
-                     const Dropout& dropout, int row_tile, int col_tile, int lane) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kColTiles; n += 2) {
-      const auto kept = dropout.kept(row_tile + m, col_tile + n / 2, lane);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& entry = p[m][n + i / 4][i % 4];
-        if (!kept(i / 4, i % 4)) entry = -entry;
-        dropped[m][n + i / 4][i % 4] = entry < 0.f ? 0.f : entry;  // keeps NaN
-      }
-    }
-  }
-}
-
 // x *= y
 template <int kRowTiles, int kColTiles>
 __device__ void multiply_elements(float (&x)[kRowTiles][kColTiles][4],
@@ -91,13 +71,12 @@ __device__ void multiply_elements(float (&x)[kRowTiles][kColTiles][4],
   for_each(x, [&](float& element, int m, int n, int j) { element *= y[m][n][j]; });
 }
 
-// dP becomes dS = P * (dP - delta). kDrops and `drops`: dropped entries have a negative P, `scale`
-// is that of the others. (As a whole, Dropout would cost registers.)
+// dP becomes dS = P * (dP - delta). kDrops: P is marked where dropout drops it.
 // ds, p: (kRowTiles, kColTiles) accumulators of m16n8; delta: shared, (16 * kRowTiles)
 template <bool kDrops, int kRowTiles, int kColTiles>
 __device__ void differentiate_scores(float (&ds)[kRowTiles][kColTiles][4],
                                      const float (&p)[kRowTiles][kColTiles][4], const float* delta,
-                                     bool drops, float scale, int lane) {
+                                     int lane, float dropout_scale = 1.f) {
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
     const float row_delta = delta[r * 8 + lane / 4];
@@ -106,9 +85,9 @@ __device__ void differentiate_scores(float (&ds)[kRowTiles][kColTiles][4],
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int m = r / 2, j = r % 2 * 2 + half;
-        float dp = ds[m][n][j];
-        if (kDrops && drops) dp = p[m][n][j] > 0.f ? dp * scale : 0.f;
-        ds[m][n][j] = (kDrops ? fabsf(p[m][n][j]) : p[m][n][j]) * (dp - row_delta);
+        const float x = p[m][n][j], dp = ds[m][n][j];
+        ds[m][n][j] =
+            kDrops ? gradient_of_marked(x, dp, row_delta, dropout_scale) : x * (dp - row_delta);
       }
     }
   }
@@ -312,16 +291,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       mask_scores();
       const float* const statistics = shared.statistics + row_s * kRowsS * 16;
       exponentiate(p, statistics, scale_log2, lane);
-      const auto store_p = [&](const auto& p) {
-        store_fragments<kBlockN>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
-      };
-      if (kFull && dropout.enabled) {
-        float dropped[kRowsS][kColsS][4];
-        drop(p, dropped, dropout, warp_m_begin / 16, warp_n_begin / 16, lane);
-        store_p(dropped);
-      } else {
-        store_p(p);
-      }
+      const bool drops = kFull && dropout.enabled;
+      if (drops) mark_dropped(p, dropout, warp_m_begin / 16, warp_n_begin / 16, lane);
+      store_fragments<kBlockN, kFull>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
       if constexpr (kFull) {
         if (transform.is_curved()) multiply_elements(p, derivative);
       }
@@ -332,8 +304,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       const OperandB<kHeadDimV, Order::kRows> v_as_b(shared_address(shared.v), col_s * kColsS / 2,
                                                      0, lane);
       multiply<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b);
-      differentiate_scores<kFull>(ds, p, statistics + kBlockM, dropout.enabled, dropout.scale,
-                                  lane);
+      if (drops) {
+        differentiate_scores<true>(ds, p, statistics + kBlockM, lane, dropout.scale);
+      } else {
+        differentiate_scores<false>(ds, p, statistics + kBlockM, lane);
+      }
       store_fragments<kBlockN>(ds, shared.ds, warp_row_s, warp_col_s, lane);
 
       const bool passes_turn = params.dq_turn != nullptr && queries.has_previous();

@@ -106,8 +106,10 @@ class TileLoader {
 };
 
 // Writes accumulators of m16n8 (ptx/mma_sync.h), rounded to T, to a tile. Those of row tile m and
-// column tile n go to row_tile(m) and col_tile(n), in units of 16 rows and 8 columns.
-template <int kCols, typename T, int kRowTiles, int kColTiles, typename RowTile, typename ColTile>
+// column tile n go to row_tile(m) and col_tile(n), in units of 16 rows and 8 columns. kPositive: as
+// pack.
+template <int kCols, bool kPositive = false, typename T, int kRowTiles, int kColTiles,
+          typename RowTile, typename ColTile>
 __device__ void store_fragments(const float (&fragments)[kRowTiles][kColTiles][4], T* tile,
                                 RowTile row_tile, ColTile col_tile, int lane) {
   auto* const bytes = reinterpret_cast<unsigned char*>(tile);
@@ -120,7 +122,7 @@ __device__ void store_fragments(const float (&fragments)[kRowTiles][kColTiles][4
         const int row = row_tile(m) * 16 + half * 8 + lane / 4;
         const float* const pair = &fragments[m][n][2 * half];
         *reinterpret_cast<uint32_t*>(bytes + TileLayout<kCols>::offset(row, col_tile(n)) +
-                                     lane % 4 * 4) = pack(pair[0], pair[1], T());
+                                     lane % 4 * 4) = pack<kPositive>(pair[0], pair[1], T());
       }
     }
   }

@@ -25,7 +25,6 @@
 
 #include <cuda.h>
 
-#include "common/dropout.h"
 #include "common/fragment.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"
@@ -186,6 +185,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       start_mixed_multiply<T, kHeadDim, kKSteps>(p[half][0], k_operands,
                                                  KMajor<T, kBlockN>(k, warpgroup * kRows), queries);
     };
+    HeadOptions head(params, tile.batch, step.head);
     if (has_steps) {
       start_scores(step_count, 0);
       ptx::wgmma_wait<0>(p[0][0]);
@@ -225,9 +225,8 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
 
         if (!kFull) load_statistic(delta, statistics + kBlockM);
         uint32_t p_operands[kSteps][4];
-        const uint32_t kept = scores_to_probabilities<T, kFull>(
-            p[half], p_operands, params, range.mask, scale_log2, lse, tile.batch, step.head,
-            query_begin, n_begin + first_key, lane);
+        scores_to_probabilities<T, kFull>(p[half], p_operands, params, range.mask, scale_log2, lse,
+                                          head, query_begin, n_begin + first_key, lane);
         if (kFull) load_statistic(delta, statistics + kBlockM);
         // Needed where dS is stored. If it stands here, for each half, its loop keeps the
         // exponentials in front of the wait for dP^T: ptxas would move most of them behind that.
@@ -235,14 +234,12 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         // Behind dP^T: the other half's S^T, or nothing.
         half == 0 ? ptx::wgmma_wait<kHalves - 1>(ds[0]) : ptx::wgmma_wait<0>(ds[0]);
         start_multiply_accumulate<T>(dv[0], p_operands, MnMajor<T, kBlockM>(dout, half * kRows));
-        if constexpr (kFull) {
-          if (params.rng_state != nullptr) {
-            for_each(ds, [&](float& x, int, int n, int j) {
-              x = kept >> (n * 4 + j) & 1 ? x * params.dropout_scale : 0.f;
-            });
+        with_condition<kFull>(params.rng_state != nullptr, [&](auto drops) {
+#pragma unroll
+          for (int n = 0; n < kRows / 8; ++n) {
+            differentiate_scores<drops>(ds[0][n], p[half][0][n], delta[n], params.dropout_scale);
           }
-        }
-        differentiate_scores(ds, p[half], delta);
+        });
         pack_operands<T>(ds_operands, ds);
 
         if (!kEarlyP && half == 0) shared.ds_pipeline.wait_empty(ds_state);
@@ -291,7 +288,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       start_scores(step_count + more, 0);
       shared.q_pipeline.release(state, lane);
       ptx::wgmma_wait<0>(p[0][0]);
-      step.next(range.m_blocks);
+      if (step.next(range.m_blocks) && more) head = {params, tile.batch, step.head};
     }
     if (has_steps) {
       shared.k_pipeline.release(kv_state, lane);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/dropout.h"
 #include "common/fragment.h"
@@ -9,6 +10,7 @@
 #include "common/pack.h"
 #include "common/scores.h"
 #include "params.h"
+#include "ptx/opaque.h"
 #include "ptx/special_functions.h"
 
 namespace flash::sm90 {
@@ -34,59 +36,54 @@ __device__ void exponentiate(float (&p)[1][kColTiles][4], const float2 (&lse)[kC
   }
 }
 
-// dP^T becomes dS^T = P^T * (dP^T - delta).
-template <int kColTiles>
-__device__ void differentiate_scores(float (&ds)[1][kColTiles][4],
-                                     const float (&p)[1][kColTiles][4],
-                                     const float2 (&delta)[kColTiles]) {
+// dP^T becomes dS^T = P^T * (dP^T - delta), of one accumulator. kDrops: P is marked where dropout
+// drops it.
+template <bool kDrops>
+__device__ void differentiate_scores(float (&ds)[4], const float (&p)[4], float2 delta,
+                                     float dropout_scale) {
 #pragma unroll
-  for (int n = 0; n < kColTiles; ++n) {
-    const float2 pair = delta[n];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      ds[0][n][j] = p[0][n][j] * (ds[0][n][j] - (j % 2 == 0 ? pair.x : pair.y));
-    }
+  for (int j = 0; j < 4; ++j) {
+    const float column_delta = j % 2 == 0 ? delta.x : delta.y;
+    ds[j] = kDrops ? gradient_of_marked(p[j], ds[j], column_delta, dropout_scale)
+                   : p[j] * (ds[j] - column_delta);
   }
 }
 
-// Accumulators, rounded, as the A operands of a product that sums over their columns.
-template <typename T, int kSteps>
+// Calls function(std::true_type) if the condition holds, else function(std::false_type). kMayHold
+// false: it never does.
+template <bool kMayHold, typename Function>
+__device__ void with_condition(bool condition, Function function) {
+  if (kMayHold && condition) {
+    function(std::bool_constant<kMayHold>());
+  } else {
+    function(std::false_type());
+  }
+}
+
+// Accumulators, rounded, as the A operands of a product that sums over their columns. kPositive: as
+// pack.
+template <typename T, bool kPositive = false, int kSteps>
 __device__ void pack_operands(uint32_t (&a)[kSteps][4], const float (&x)[1][2 * kSteps][4]) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float (&half)[4] = x[0][2 * k + i / 2];
-      a[k][i] = pack(half[i % 2 * 2], half[i % 2 * 2 + 1], T());
+      a[k][i] = pack<kPositive>(half[i % 2 * 2], half[i % 2 * 2 + 1], T());
     }
   }
 }
 
-// Which of a lane's scores dropout keeps: bit 4 * n + j.
-template <int kColTiles>
-__device__ uint32_t kept_bits(const Dropout& dropout, int query_tile, int key_tile, int lane) {
-  static_assert(kColTiles <= 8);
-  uint32_t bits = 0;
-#pragma unroll
-  for (int n = 0; n < kColTiles; n += 2) {
-    const auto kept = dropout.kept<Rows::kKeys>(query_tile + n / 2, key_tile, lane);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      bits |= static_cast<uint32_t>(kept(i / 4, i % 4)) << (n * 4 + i);
-    }
-  }
-  return bits;
-}
-
-// Operands of which only what `kept` says is not zero; see kept_bits.
+// Operands become zero where x, of the same places, has a minus sign.
 template <int kSteps>
-__device__ void keep_operands(uint32_t (&a)[kSteps][4], uint32_t kept) {
+__device__ void keep_operands(uint32_t (&a)[kSteps][4], const float (&x)[1][2 * kSteps][4]) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t pair = kept >> ((2 * k + i / 2) * 4 + i % 2 * 2);
-      a[k][i] &= (pair & 1 ? 0x0000ffffu : 0) | (pair & 2 ? 0xffff0000u : 0);
+      const float (&half)[4] = x[0][2 * k + i / 2];
+      const bool low = !signbit(half[i % 2 * 2]), high = !signbit(half[i % 2 * 2 + 1]);
+      a[k][i] &= (low ? 0x0000ffffu : 0) | (high ? 0xffff0000u : 0);
     }
   }
 }
@@ -115,7 +112,8 @@ __device__ void capped_probabilities(float (&scores)[1][2 * kSteps][4],
             kBiased ? transform.penalty<Rows::kKeys>(query, key, 0, n, column) : 0.f;
         const float shift = i % 2 == 0 ? lse[n].x : lse[n].y;
         p[i] = ptx::ex2(fmaf(capped[i] - penalty, scale_log2, -shift));
-        scores[0][n][column] = p[i] * fmaf(-capped[i], capped[i], 1.f);
+        // A rounding error may leave the derivative below zero.
+        scores[0][n][column] = p[i] * fabsf(fmaf(-capped[i], capped[i], 1.f));
       }
       operands[k][j / 2] = pack(p[0], p[1], T());
       operands[k][2 + j / 2] = pack(p[2], p[3], T());
@@ -123,15 +121,26 @@ __device__ void capped_probabilities(float (&scores)[1][2 * kSteps][4],
   }
 }
 
+// What ALiBi and dropout need of a head. It is read once: the fences of those who add to dQ empty
+// the L1 cache.
+struct HeadOptions {
+  float slope;
+  uint32_t dropout_key;
+
+  __device__ HeadOptions(const AttentionParams& params, int batch, int head)
+      : slope(ScoreTransform::slope_of(params, batch, head)),
+        dropout_key(Dropout::head_key_of(params, batch, head)) {}
+};
+
 // Of a warp's 16 keys by some queries: S^T becomes P^T, times the derivative of the score
-// transform; `operands` are P^T without what dropout drops. Returns what it keeps: see kept_bits.
+// transform, marked where dropout drops it; `operands` are P^T with zeros there.
 // lse: in units of log 2; query, key: the warp's first
 template <typename T, bool kFull, int kSteps>
-__device__ uint32_t scores_to_probabilities(float (&scores)[1][2 * kSteps][4],
-                                            uint32_t (&operands)[kSteps][4],
-                                            const BackwardParams& params, const Mask& mask,
-                                            float scale_log2, const float2 (&lse)[2 * kSteps],
-                                            int batch, int head, int query, int key, int lane) {
+__device__ void scores_to_probabilities(float (&scores)[1][2 * kSteps][4],
+                                        uint32_t (&operands)[kSteps][4],
+                                        const BackwardParams& params, const Mask& mask,
+                                        float scale_log2, const float2 (&lse)[2 * kSteps],
+                                        const HeadOptions& head, int query, int key, int lane) {
   const int lane_query = query + lane % 4 * 2, lane_key = key + lane / 4;
   const bool cut = mask.cuts(query, kSteps * 16, key, 16);
   const auto mask_scores = [&] {
@@ -139,11 +148,12 @@ __device__ uint32_t scores_to_probabilities(float (&scores)[1][2 * kSteps][4],
         scores, mask, [&](int, int upper) { return lane_key + upper * 8; }, lane_query);
   };
   const bool drops = kFull && params.rng_state != nullptr;
-  const auto kept_of_dropout = [&] {
-    return kept_bits<kSteps * 2>(Dropout(params, batch, head), query / 16, key / 16, lane);
+  const auto drop_scores = [&] {
+    mark_dropped<Rows::kKeys>(scores, Dropout(params, head.dropout_key), query / 16, key / 16,
+                              ptx::opaque(lane));
   };
   if constexpr (kFull) {
-    const ScoreTransform transform(params, batch, head, mask.shift);
+    const ScoreTransform transform(params, head.slope, mask.shift);
     if (transform.is_curved()) {
       if (transform.slope == 0.f) {
         capped_probabilities<T, false>(scores, operands, transform, scale_log2, lse, lane_query,
@@ -152,34 +162,18 @@ __device__ uint32_t scores_to_probabilities(float (&scores)[1][2 * kSteps][4],
         capped_probabilities<T, true>(scores, operands, transform, scale_log2, lse, lane_query,
                                       lane_key);
       }
-      uint32_t visible = ~0u;
-      if (cut) {
-        mask_scores();
-        for_each(scores, [&](float& x, int, int n, int j) {
-          if (x != -INFINITY) return;
-          x = 0.f;
-          visible &= ~(1u << (n * 4 + j));
-        });
-      }
-      const uint32_t kept = drops ? kept_of_dropout() : ~0u;
-      if (cut || drops) keep_operands(operands, visible & kept);
-      return kept;
+      if (drops) drop_scores();
+      if (cut) mask_scores();
+      if (cut || drops) keep_operands(operands, scores);
+      if (cut) for_each(scores, [](float& x, int, int, int) { x = x == -INFINITY ? 0.f : x; });
+      return;
     }
     transform.add_bias<Rows::kKeys>(scores, lane_query, lane_key);
   }
   if (cut) mask_scores();
   exponentiate(scores, lse, scale_log2);
-  if (!drops) {
-    pack_operands<T>(operands, scores);
-    return ~0u;
-  }
-  const uint32_t kept = kept_of_dropout();
-  float dropped[1][2 * kSteps][4];
-  for_each(scores, [&](float& x, int m, int n, int j) {
-    dropped[m][n][j] = kept >> (n * 4 + j) & 1 ? x : 0.f;
-  });
-  pack_operands<T>(operands, dropped);
-  return kept;
+  if (drops) drop_scores();
+  pack_operands<T, kFull>(operands, scores);
 }
 
 }  // namespace flash::sm90

@@ -57,10 +57,12 @@ struct StepIterator {
   int left;   // steps, with this one
   int first;  // block of queries of each head
 
-  __device__ void next(Range m_blocks) {
+  // Returns whether it is the first of another head.
+  __device__ bool next(Range m_blocks) {
     --left;
     if (--m_block < m_blocks.begin) m_block = m_blocks.end - 1;
     if (m_block == first) ++head;
+    return m_block == first;
   }
 };
 

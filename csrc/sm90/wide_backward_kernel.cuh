@@ -18,7 +18,6 @@
 
 #include <cuda.h>
 
-#include "common/dropout.h"
 #include "common/fragment.h"
 #include "common/range.h"
 #include "common/sequence.h"
@@ -208,6 +207,7 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
   const int lane = keys.lane, thread = keys.warp * 32 + lane;
   float dv[1][kHeadDimV / 8][4] = {};
   const bool has_steps = warp_uniform_condition(step.left > 0);
+  HeadOptions head(params, tile.batch, step.head);
   Operands<Config::kKSteps> k_operands;
   if (has_steps) {
     shared.k_pipeline.wait_full(tiles.keys);
@@ -234,8 +234,7 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
 
     uint32_t p_operands[kSteps][4], curved_operands[kSteps][4];
     scores_to_probabilities<T, Config::kFull>(p, p_operands, params, range.mask, scale_log2, lse,
-                                              tile.batch, step.head, step.m_block * kBlockM,
-                                              keys.first, lane);
+                                              head, step.m_block * kBlockM, keys.first, lane);
     pack_operands<T>(curved_operands, p);
     shared.q_pipeline.release(q_state, lane);
     shared.p_pipeline.wait_empty(p_state);
@@ -250,7 +249,7 @@ __device__ void consume_scores(const BackwardParams& params, const BackwardSched
     start_accumulate<T, kBlockM>(dv[0], p_operands, shared.dout[dout_stage]);
     ptx::wgmma_wait<0>(dv[0]);
     shared.dout_pipeline.release(dout_state, lane);
-    step.next(range.m_blocks);
+    if (step.next(range.m_blocks) && more) head = {params, tile.batch, step.head};
   }
   if (has_steps) shared.k_pipeline.release(tiles.keys, lane);
   finish_gradient<Config, true>(params, schedule, tile, range.n_block,
@@ -298,33 +297,23 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
     ptx::wgmma_wait<0>(ds[0]);
     shared.dout_pipeline.release(dout_state, lane);
 
-    if constexpr (Config::kFull) {
-      if (params.rng_state != nullptr) {
-        const Dropout dropout(params, tile.batch, step.head);
-        const uint32_t kept =
-            kept_bits<kBlockM / 8>(dropout, step.m_block * kBlockM / 16, keys.first / 16, lane);
-        for_each(ds, [&](float& x, int, int n, int j) {
-          x = kept >> (n * 4 + j) & 1 ? x * dropout.scale : 0.f;
-        });
-      }
-    }
     shared.p_pipeline.wait_full(p_state);
     uint32_t ds_operands[kSteps][4];
     {
-      float p[1][kBlockM / 8][4];
+      uint4 p[kSteps];
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const uint4 x = shared.p[stage][k][thread];
-        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 pair = unpack<T>(words[i]);
-          p[0][2 * k + i / 2][i % 2 * 2] = pair.x;
-          p[0][2 * k + i / 2][i % 2 * 2 + 1] = pair.y;
-        }
-      }
+      for (int k = 0; k < kSteps; ++k) p[k] = shared.p[stage][k][thread];
       shared.p_pipeline.release(p_state, lane);
-      differentiate_scores(ds, p, delta);
+      with_condition<Config::kFull>(params.rng_state != nullptr, [&](auto drops) {
+#pragma unroll
+        for (int n = 0; n < kBlockM / 8; ++n) {
+          const uint4 x = p[n / 2];
+          const float2 low = unpack<T>(n % 2 == 0 ? x.x : x.z);
+          const float2 high = unpack<T>(n % 2 == 0 ? x.y : x.w);
+          differentiate_scores<drops>(ds[0][n], {low.x, low.y, high.x, high.y}, delta[n],
+                                      params.dropout_scale);
+        }
+      });
     }
     pack_operands<T>(ds_operands, ds);
     wait(shared.ds_empty, count % 2 ^ 1);

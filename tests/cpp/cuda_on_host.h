@@ -15,7 +15,7 @@ struct uint4 {
   uint32_t x, y, z, w;
 };
 
-using std::isnan, std::max, std::min;
+using std::isnan, std::max, std::min, std::signbit;
 
 inline float __fdividef(float x, float y) { return x / y; }
 inline uint32_t __funnelshift_lc(uint32_t low, uint32_t high, uint32_t shift) {

@@ -63,6 +63,9 @@ void check_tile(const Case& c, int query_begin, int key_begin, int lane) {
       [&](int m, int n, int j, float slope) { slopes[m][n][j] = slope; });
   apply_mask_to(transformed);
   const Dropout dropout(c.params, 0, 0);
+  Fragment marked;
+  for_each(marked, [](float& p, int m, int n, int j) { p = .01f * (m + n + j); });
+  mark_dropped<kRows>(marked, dropout, query_begin / 16, key_begin / 16, lane);
   for_each(transformed, [&](float& result, int m, int n, int j) {
     const auto [i, k] = query_and_key(m, n, j);
     check(c.visible(i, k) == (result != -INFINITY), "visibility", i, k);
@@ -73,10 +76,12 @@ void check_tile(const Case& c, int query_begin, int key_begin, int lane) {
       check(std::abs(slopes[m][n][j] - (1.f - capped * capped)) < 1e-5f, "slope", i, k);
     }
     if (i < c.seqlen_q && k < c.mask.seqlen_k) {
-      const auto kept =
-          dropout.kept<kRows>(query_begin / 16 + (kRows == Rows::kQueries ? m : n / 2),
-                              key_begin / 16 + (kRows == Rows::kQueries ? n / 2 : m), lane);
-      check(kept(n % 2, j) == c.kept[i][k], "dropout", i, k);
+      const bool kept = c.kept[i][k];
+      const float p = marked[m][n][j], of_kept = .01f * (m + n + j);
+      check(p == (kept ? of_kept : -of_kept) && signbit(p) == !kept, "dropout", i, k);
+      const float gradient = of_kept * ((kept ? 3.f * dropout.scale : 0.f) - 2.f);
+      check(std::abs(gradient_of_marked(p, 3.f, 2.f, dropout.scale) - gradient) < 1e-5f, "gradient",
+            i, k);
     }
   });
 }
@@ -133,6 +138,7 @@ int main() {
     c.params.alibi_slopes = &alibi_slope;
     c.params.rng_state = rng_state;
     c.params.dropout_bound = (threshold << 16) - 1;
+    c.params.dropout_scale = 1.f / (1.f - threshold * 0x1p-16f);
     check_blocks(c);
     check_tiles<Rows::kQueries, 4>(c);
     check_tiles<Rows::kKeys, 4>(c);
