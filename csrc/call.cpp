@@ -357,13 +357,11 @@ void read_common(Reader& reader, Params& params) {
                       per_batch ? Shape{batch, nheads} : Shape{nheads}, DType::kFloat32);
     params.alibi_batch_stride = per_batch ? nheads : 0;
   }
+  params.dropout_scale = 1.f;
   if (reader.has("rng_state")) {
-    // Of 16 random bits those below the threshold drop. At threshold 0 nothing is dropped, and
-    // rng_state is not to be given.
     const double dropout_p = reader.number("dropout_p");
-    const int threshold = to_int("dropout_p * 2^16", std::llrint(dropout_p * 65536.0));
     reader.contiguous("rng_state", params.rng_state, {2}, DType::kInt64);
-    params.dropout_bound = static_cast<uint32_t>(threshold) * 65536u - 1;
+    params.dropout_threshold = DropoutThreshold::of(dropout_p);
     params.dropout_scale = static_cast<float>(1.0 / (1.0 - dropout_p));
   }
 }
@@ -530,6 +528,8 @@ void read(Reader& reader, BackwardParams& params) {
   reader.operand("dv", params.dv, rows_of(k, params.headdim_v), kernel.dtype);
   reader.contiguous("dlse", params.dlse, lse_shape(params), DType::kFloat32);
   reader.contiguous("delta", params.delta, lse_shape(params), DType::kFloat32);
+  params.gradient_scale = params.softmax_scale * params.dropout_scale;
+  params.delta_scale = 1.f / params.dropout_scale;
   complete(reader, params);
 }
 

@@ -1,6 +1,7 @@
 // Plain structs that the host fills and the kernels read. No torch, no CUDA types.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <string_view>
 
@@ -69,6 +70,21 @@ struct Descale {
 // What the parameters of all operations are, to those who launch any.
 struct CallParams {};
 
+// Which random numbers drop an entry of P. A draw is two words, x and y, and has a byte for each of
+// eight entries. An entry's number has 39 bits: the complement of its byte's lower seven, and the
+// 32 of y * 0x9E3779B9 + x, which the eight share. Those below the threshold, 2^39 dropout_p, drop.
+// So the lower seven bits and a byte of `added` reach 128.
+struct DropoutThreshold {
+  uint32_t shared;    // the lower 32 bits
+  uint32_t added[2];  // four times the upper seven bits; plus 1, where what is shared is below that
+
+  static DropoutThreshold of(double dropout_p) {
+    const auto bits = static_cast<uint64_t>(std::llrint(dropout_p * 0x1p39));
+    const uint32_t own = static_cast<uint32_t>(bits >> 32) * 0x01010101u;
+    return {static_cast<uint32_t>(bits), {own, own + 0x01010101u}};
+  }
+};
+
 // What forward and backward share.
 struct AttentionParams : CallParams {
   Operand q;  // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
@@ -103,12 +119,9 @@ struct AttentionParams : CallParams {
   const float* alibi_slopes;   // (nheads) or (batch, nheads), or null
   int64_t alibi_batch_stride;  // 0 or nheads
 
-  // An entry of P is kept iff a word with its 16 random bits on top is larger than dropout_bound =
-  // round(2^16 dropout_p) * 2^16 - 1, and multiplied by dropout_scale = 1 / (1 - dropout_p).
-  // rng_state null: no dropout.
-  const int64_t* rng_state;  // (2): seed, offset
-  uint32_t dropout_bound;
-  float dropout_scale;
+  const int64_t* rng_state;  // (2): seed, offset; null: no dropout
+  DropoutThreshold dropout_threshold;
+  float dropout_scale;  // of what is kept: 1 / (1 - dropout_p); 1 without dropout
 
   // Where the problem lies in a larger one, whose ALiBi and dropout mask it has: the heads of that
   // one (0: there is none), and the first sequence, head, query and key. With dropout, the latter
@@ -260,7 +273,11 @@ struct BackwardParams : AttentionParams {
   float* dlse;   // like lse: the gradient that arrives through it; or null
   float* delta;  // like lse, written: rowsum(dout * out) - dlse
 
-  // dQ / softmax_scale, cleared by the kernels: (nheads, row_tiles, elements of a row tile). A row
+  // With dropout, dS is found without its factor dropout_scale, with delta divided by it.
+  float gradient_scale;  // of dQ and dK: softmax_scale * dropout_scale
+  float delta_scale;     // 1 / dropout_scale
+
+  // dQ / gradient_scale, cleared by the kernels: (nheads, row_tiles, elements of a row tile). A row
   // tile is 16 queries (sm80) or those of a step (sm90), kept in the order of accumulators; those
   // of sequence b begin at dq_tile(b).
   float* dq_accum;

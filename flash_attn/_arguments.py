@@ -58,6 +58,11 @@ class Sizes(NamedTuple):
     lse_shape: tuple[int, ...]
 
 
+def dropout_threshold(dropout_p: float) -> int:
+    """How many of 2^39 equally likely numbers drop an element; 0: dropout drops nothing."""
+    return round(dropout_p * 2**39)
+
+
 class Place(NamedTuple):
     """Where a problem lies in a larger one, whose ALiBi and dropout mask it has."""
 
@@ -139,8 +144,8 @@ class Attention(NamedTuple):  # a third of a frozen dataclass's time to make, on
 
     @property
     def drops(self) -> bool:
-        """Whether dropout drops anything: 16 random bits decide, so p below 2^-17 is none."""
-        return round(self.options.dropout_p * 2**16) > 0
+        """Whether dropout drops anything: 39 random bits decide, so p up to 2^-40 is none."""
+        return dropout_threshold(self.options.dropout_p) > 0
 
     @property
     def features(self) -> frozenset[str]:

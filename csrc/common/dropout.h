@@ -7,7 +7,9 @@
 
 #include "common/fragment.h"
 #include "params.h"
+#include "ptx/movmatrix.h"
 #include "ptx/opaque.h"
+#include "ptx/prmt.h"
 
 namespace flash {
 
@@ -40,27 +42,40 @@ __device__ inline uint2 philox_2x32(uint2 counter, uint32_t key) {
   return counter;
 }
 
-// What dropout keeps of a 16 x 16 block of scores, of those that a lane holds in two neighbouring
-// accumulators of m16n8 (ptx/mma_sync.h). The two words of an output of Philox are those of queries
-// i and i + 8; their lower and upper halves are those of keys j and j + 8.
+// What dropout drops of a 16 x 16 block of scores, of those that a lane holds in two neighbouring
+// accumulators of m16n8 (ptx/mma_sync.h): a byte of `words` for each, with the top bit set.
 template <Rows kRows>
-struct KeptOfBlock {
-  uint32_t bound;
-  uint2 words[2];  // columns 2 * t and 2 * t + 1
+struct DroppedOfBlock {
+  uint32_t words[2];  // of the lane's two rows
 
-  // Place j of accumulator n (0 or 1).
-  __device__ bool operator()(int n, int j) const {
-    const Place behind = place_behind<kRows>(0, n, j);
-    const uint32_t word = behind.query < 8 ? words[j % 2].x : words[j % 2].y;
-    return (behind.key < 8 ? word << 16 : word) > bound;
+  // Of place j of accumulator n (0 or 1).
+  static __device__ constexpr int byte_of(int n, int j) {
+    return kRows == Rows::kQueries ? 2 * n + j % 2 : n + j % 2 * 2;
   }
+
+  // Gives the entry a minus sign if it is dropped.
+  __device__ void mark(float& entry, int n, int j) const {
+    const uint32_t sign = words[j / 2] << (24 - 8 * byte_of(n, j)) & 0x80000000u;
+    entry = __uint_as_float(__float_as_uint(entry) | sign);
+  }
+
+  // `pair`, places j and j + 1, with zeros for what is dropped.
+  __device__ uint32_t keep(uint32_t pair, int n, int j) const {
+    static_assert(kRows == Rows::kQueries);
+    return pair & ~ptx::spread_signs(words[j / 2], n == 0 ? 0x9988 : 0xbbaa);
+  }
+};
+
+// The same without dropout.
+struct NothingDropped {
+  __device__ uint32_t keep(uint32_t pair, int, int) const { return pair; }
 };
 
 // The dropout mask of one head of one sequence.
 struct Dropout {
   bool enabled;
   float scale;  // of what is kept
-  uint32_t bound, head_key;
+  uint32_t head_key;
   const AttentionParams& params;
 
   __device__ Dropout(const AttentionParams& params, int batch, int head)
@@ -69,7 +84,6 @@ struct Dropout {
   __device__ Dropout(const AttentionParams& params, uint32_t head_key)
       : enabled(params.rng_state != nullptr),
         scale(params.dropout_scale),
-        bound(params.dropout_bound),
         head_key(head_key),
         params(params) {}
 
@@ -85,15 +99,23 @@ struct Dropout {
         .x;
   }
 
-  // Of the block of scores at query 16 * query_tile and key 16 * key_tile.
+  // Of the block of scores at query 16 * query_tile and key 16 * key_tile. All lanes of a warp take
+  // part.
   template <Rows kRows = Rows::kQueries>
-  __device__ KeptOfBlock<kRows> kept(int query_tile, int key_tile, int lane) const {
-    const Place first = first_place<kRows>(lane), next = place_behind<kRows>(0, 0, 1);
-    const uint32_t query = query_tile * 8 + first.query + params.place_row / 2u;
-    const uint32_t key = key_tile * 8 + first.key + params.place_column / 2u;
-    return {bound,
-            {philox_2x32({key, query}, head_key),
-             philox_2x32({key + next.key, query + next.query}, head_key)}};
+  __device__ DroppedOfBlock<kRows> dropped(int query_tile, int key_tile, int lane) const {
+    const uint32_t query = query_tile * 8 + lane / 4 + params.place_row / 2u;
+    const uint32_t key = key_tile * 4 + lane % 4 + params.place_column / 4u;
+    const uint2 random = philox_2x32({key, query}, head_key);
+    const DropoutThreshold& threshold = params.dropout_threshold;
+    const uint32_t shared = random.y * 0x9E3779B9u + random.x;
+    const uint32_t added = shared < threshold.shared ? threshold.added[1] : threshold.added[0];
+    const uint32_t upper = (random.x & 0x7f7f7f7f) + added, lower = (random.y & 0x7f7f7f7f) + added;
+    if constexpr (kRows == Rows::kQueries) {
+      return {upper, lower};
+    } else {
+      return {ptx::transpose(__byte_perm(upper, lower, 0x5140)),
+              ptx::transpose(__byte_perm(upper, lower, 0x7362))};
+    }
   }
 };
 
@@ -107,21 +129,18 @@ __device__ void mark_dropped(float (&p)[kRowTiles][kColTiles][4], const Dropout&
 #pragma unroll
     for (int n = 0; n < kColTiles; n += 2) {
       const Place behind = place_of<kRows>(m, n / 2);
-      const auto kept = dropout.kept<kRows>(query_tile + behind.query, key_tile + behind.key, lane);
+      const auto dropped =
+          dropout.dropped<kRows>(query_tile + behind.query, key_tile + behind.key, lane);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& entry = p[m][n + i / 4][i % 4];
-        if (!kept(i / 4, i % 4)) entry = -entry;
-      }
+      for (int i = 0; i < 8; ++i) dropped.mark(p[m][n + i / 4][i % 4], i / 4, i % 4);
     }
   }
 }
 
-// dS = P * (dP - delta), of a P that may be marked: then dP is zero, else it is to be scaled.
-__device__ inline float gradient_of_marked(float p, float dp, float delta, float dropout_scale) {
-  // Without `opaque`, the scale would be loaded for each score, under a condition.
-  const float of_kept = ptx::opaque(fmaf(dp, dropout_scale, -delta));
-  return p * (signbit(p) ? delta : of_kept);
+// dS / dropout_scale = P * (dP - delta), of a P that may be marked: then dP is zero.
+// delta: divided by dropout_scale too
+__device__ inline float gradient_of_marked(float p, float dp, float delta) {
+  return fmaf(fmaxf(p, 0.f), dp, -fabsf(p) * delta);
 }
 
 }  // namespace flash

@@ -76,18 +76,17 @@ __device__ void multiply_elements(float (&x)[kRowTiles][kColTiles][4],
 template <bool kDrops, int kRowTiles, int kColTiles>
 __device__ void differentiate_scores(float (&ds)[kRowTiles][kColTiles][4],
                                      const float (&p)[kRowTiles][kColTiles][4], const float* delta,
-                                     int lane, float dropout_scale = 1.f) {
+                                     int lane, float delta_scale = 1.f) {
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
-    const float row_delta = delta[r * 8 + lane / 4];
+    const float row_delta = delta[r * 8 + lane / 4] * delta_scale;
 #pragma unroll
     for (int n = 0; n < kColTiles; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int m = r / 2, j = r % 2 * 2 + half;
         const float x = p[m][n][j], dp = ds[m][n][j];
-        ds[m][n][j] =
-            kDrops ? gradient_of_marked(x, dp, row_delta, dropout_scale) : x * (dp - row_delta);
+        ds[m][n][j] = kDrops ? gradient_of_marked(x, dp, row_delta) : x * (dp - row_delta);
       }
     }
   }
@@ -278,38 +277,54 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       const int warp_m_begin = m_begin + row_s * kRowsS * 16;
       const int warp_n_begin = n_begin + col_s * kColsS * 8;
       const int first_row = warp_m_begin + lane / 4, first_key = warp_n_begin + lane % 4 * 2;
+      const float* const statistics = shared.statistics + row_s * kRowsS * 16;
       const auto mask_scores = [&] {
         if (!mask.cuts(warp_m_begin, kRowsS * 16, warp_n_begin, kColsS * 8)) return;
         const auto row_of = [&](int m, int half) { return first_row + m * 16 + half * 8; };
         apply_mask(p, mask, row_of, first_key);
       };
-      float derivative[kFull ? kRowsS : 1][kColsS][4];  // of the score transform
-      if constexpr (kFull) {
+      const auto store_p = [&](bool drops) {
+        exponentiate(p, statistics, scale_log2, lane);
+        if (drops) mark_dropped(p, dropout, warp_m_begin / 16, warp_n_begin / 16, lane);
+        store_fragments<kBlockN, kFull>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
+      };
+      const auto store_ds = [&](bool drops) {
+        float ds[kRowsS][kColsS][4];  // first dP
+        const OperandA<kHeadDimV, Order::kRows> dout_as_a(dout, row_s * kRowsS, 0, lane);
+        const OperandB<kHeadDimV, Order::kRows> v_as_b(shared_address(shared.v), col_s * kColsS / 2,
+                                                       0, lane);
+        multiply<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b);
+        if (drops) {
+          differentiate_scores<true>(ds, p, statistics + kBlockM, lane, params.delta_scale);
+        } else {
+          differentiate_scores<false>(ds, p, statistics + kBlockM, lane);
+        }
+        store_fragments<kBlockN>(ds, shared.ds, warp_row_s, warp_col_s, lane);
+      };
+      if constexpr (!kFull) {
+        mask_scores();
+        store_p(false);
+        store_ds(false);
+      } else if (transform.is_curved()) {
+        float derivative[kRowsS][kColsS][4];
         transform.apply(p, first_row, first_key, mask_scores,
                         [&](int m, int n, int j, float slope) { derivative[m][n][j] = slope; });
-      }
-      mask_scores();
-      const float* const statistics = shared.statistics + row_s * kRowsS * 16;
-      exponentiate(p, statistics, scale_log2, lane);
-      const bool drops = kFull && dropout.enabled;
-      if (drops) mark_dropped(p, dropout, warp_m_begin / 16, warp_n_begin / 16, lane);
-      store_fragments<kBlockN, kFull>(p, shared.p, warp_row_s, warp_col_s, ptx::opaque(lane));
-      if constexpr (kFull) {
-        if (transform.is_curved()) multiply_elements(p, derivative);
-      }
-
-      // dS, first dP.
-      float ds[kRowsS][kColsS][4];
-      const OperandA<kHeadDimV, Order::kRows> dout_as_a(dout, row_s * kRowsS, 0, lane);
-      const OperandB<kHeadDimV, Order::kRows> v_as_b(shared_address(shared.v), col_s * kColsS / 2,
-                                                     0, lane);
-      multiply<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b);
-      if (drops) {
-        differentiate_scores<true>(ds, p, statistics + kBlockM, lane, dropout.scale);
+        mask_scores();
+        store_p(dropout.enabled);
+        multiply_elements(p, derivative);
+        store_ds(dropout.enabled);
       } else {
-        differentiate_scores<false>(ds, p, statistics + kBlockM, lane);
+        transform.add_bias(p, first_row, first_key);
+        mask_scores();
+        // Without a branch between them, exponentials run beside the product that is dP.
+        if (dropout.enabled) {
+          store_p(true);
+          store_ds(true);
+        } else {
+          store_p(false);
+          store_ds(false);
+        }
       }
-      store_fragments<kBlockN>(ds, shared.ds, warp_row_s, warp_col_s, lane);
 
       const bool passes_turn = params.dq_turn != nullptr && queries.has_previous();
       if (passes_turn)
@@ -391,7 +406,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       add_part(dv, parts + i * kSize + kDkSize, lane);
     }
   }
-  scale_by(dk, params.softmax_scale);
+  scale_by(dk, params.gradient_scale);
   if (kFull && params.rng_state != nullptr) scale_by(dv, params.dropout_scale);
   const auto warp_row_dkv = [&](int m) { return m * RowDkv::kStride + RowDkv::first(row_dkv); };
   const auto warp_col_dkv = [&](int n) {
@@ -484,7 +499,7 @@ __global__ void __launch_bounds__(kDeltaThreads<kHeadDimV>)
 
 constexpr int kDqTile = 64;  // queries: a row tile for each warp
 
-// dQ = softmax_scale * the workspace, rounded to T. Grid: (tiles * nheads).
+// dQ = gradient_scale * the workspace, rounded to T. Grid: (tiles * nheads).
 template <typename T, int kHeadDim, bool kAnyAlignment>
 __global__ void __launch_bounds__(128)
     backward_dq_kernel(const __grid_constant__ BackwardParams params,
@@ -505,7 +520,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int j = 0; j < 4; ++j) dq[0][n][j] = accum[(n * 4 + j) * 32];
   }
-  scale_by(dq, params.softmax_scale);
+  scale_by(dq, params.gradient_scale);
   store_fragments<kHeadDim>(dq, stage[warp], [](int) { return 0; }, [](int n) { return n; }, lane);
   __syncwarp();
   store_tile<16, kHeadDim, 32, kAnyAlignment>(

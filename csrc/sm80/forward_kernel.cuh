@@ -42,12 +42,13 @@ namespace flash::sm80 {
 // out: (kTeamRows / 16, kHeadDimV / 8 / kTeam), scores: (kTeamRows / 16, kWarpKeys / 8)
 // accumulators of m16n8
 // v: shared address of the (kBlockN, kHeadDimV) tile
-// kept_of_block(m, n): whether dropout keeps the scores [m][2 * n], [m][2 * n + 1] (KeptOfBlock)
-template <typename Config, int kRowTiles, int kOutTiles, int kColTiles, typename KeptOf>
+// dropped_of_block(m, n): what dropout drops of the probabilities [m][2 * n], [m][2 * n + 1]
+// (DroppedOfBlock or NothingDropped)
+template <typename Config, int kRowTiles, int kOutTiles, int kColTiles, typename DroppedOf>
 __device__ void accumulate_output(float (&out)[kRowTiles][kOutTiles][4],
                                   SoftmaxState<kRowTiles>& softmax,
                                   const float (&scores)[kRowTiles][kColTiles][4], uint32_t v,
-                                  KeptOf kept_of_block, const RowTeam<Config::kTeam>& team,
+                                  DroppedOf dropped_of_block, const RowTeam<Config::kTeam>& team,
                                   typename Config::Exchange& exchange, int lane) {
   using T = typename Config::T;
   using Layout = TileLayout<Config::kHeadDimV>;
@@ -60,13 +61,13 @@ __device__ void accumulate_output(float (&out)[kRowTiles][kOutTiles][4],
     uint32_t p[kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const auto kept = kept_of_block(m, n / 2);
+      const auto dropped = dropped_of_block(m, n / 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int j = i % 2 * 2, tile = n + i / 2;
         const float low = softmax.exponentiate(scores[m][tile][j], m, j);
         const float high = softmax.exponentiate(scores[m][tile][j + 1], m, j + 1);
-        p[m][i] = pack(kept(i / 2, j) ? low : 0.f, kept(i / 2, j + 1) ? high : 0.f, T());
+        p[m][i] = dropped.keep(pack(low, high, T()), i / 2, j);
       }
       if constexpr (kTeam > 1) {
         exchange.p[team.rank][n / 2][m][lane] = make_uint4(p[m][0], p[m][1], p[m][2], p[m][3]);
@@ -209,14 +210,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     __syncthreads();  // V has arrived; every warp is done with K
     if (keys.has_next()) load_keys(k_loader, shared_k, params.k, keys.next());
     if (kFull && dropout.enabled) {
-      const auto kept_of_block = [&](int m, int n) {
-        return dropout.kept((m_begin + team_begin) / 16 + m, warp_n_begin / 16 + n, lane);
+      const auto dropped_of_block = [&](int m, int n) {
+        return dropout.dropped((m_begin + team_begin) / 16 + m, warp_n_begin / 16 + n, lane);
       };
-      accumulate_output<Config>(out, softmax, scores, shared_v, kept_of_block, team, exchange,
+      accumulate_output<Config>(out, softmax, scores, shared_v, dropped_of_block, team, exchange,
                                 lane);
     } else {
-      const auto all_kept = [](int, int) { return [](int, int) { return true; }; };
-      accumulate_output<Config>(out, softmax, scores, shared_v, all_kept, team, exchange, lane);
+      const auto nothing_dropped = [](int, int) { return NothingDropped(); };
+      accumulate_output<Config>(out, softmax, scores, shared_v, nothing_dropped, team, exchange,
+                                lane);
     }
   }
 

@@ -69,32 +69,35 @@ class TileLoader {
     const int row = thread / kLanes;
     const int cols = cols_ - thread % kLanes * 8;  // valid ones from this thread's first on
     const uint32_t target = tile + Layout::offset(row, thread % kLanes);
+    const auto load_pass = [&](int pass, auto copy) {
+      if (kRows % kRowsPerPass != 0 && row + pass >= kRows) return;
+      const bool valid_row = pass < valid_rows - row;
+      const T* const source = source_of_pass(pass);
 #pragma unroll
-    for (int pass = 0; pass < kRows; pass += kRowsPerPass) {
-      if (kRows % kRowsPerPass == 0 || row + pass < kRows) {
-        const bool valid_row = pass < valid_rows - row;
-        const T* const source = source_of_pass(pass);
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          const int col = group * kLanes * 8;
-          copy_chunk(target + pass * Layout::kRowBytes + col * 2, source + col,
-                     valid_row && col < cols, cols - col);
-        }
+      for (int group = 0; group < kGroups; ++group) {
+        const int col = group * kLanes * 8;
+        copy(target + pass * Layout::kRowBytes + col * 2, source + col, valid_row && col < cols,
+             cols - col);
       }
+    };
+    if (!kAnyAlignment || aligned_) {
+#pragma unroll
+      for (int pass = 0; pass < kRows; pass += kRowsPerPass) load_pass(pass, copy_aligned);
+    } else {
+#pragma unroll 1
+      for (int pass = 0; pass < kRows; pass += kRowsPerPass) load_pass(pass, copy_elements);
     }
   }
 
-  __device__ void copy_chunk(uint32_t target, const T* source, bool valid, int cols) const {
-    if constexpr (kAnyAlignment) {
-      if (!aligned_) {
-        alignas(16) T chunk[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) chunk[i] = valid && i < cols ? source[i] : T(0.f);
-        *static_cast<uint4*>(__cvta_shared_to_generic(target)) = *reinterpret_cast<uint4*>(chunk);
-        return;
-      }
-    }
+  // Of a chunk: all of its columns are in the matrix, or some (`cols`, if fewer than 8).
+  static __device__ void copy_aligned(uint32_t target, const T* source, bool valid, int) {
     ptx::cp_async_16_zfill(target, source, valid);
+  }
+  static __device__ void copy_elements(uint32_t target, const T* source, bool valid, int cols) {
+    alignas(16) T chunk[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) chunk[i] = valid && i < cols ? source[i] : T(0.f);
+    *static_cast<uint4*>(__cvta_shared_to_generic(target)) = *reinterpret_cast<uint4*>(chunk);
   }
 
   // What can be computed from these is not kept: registers are scarce where tiles are loaded.
@@ -145,8 +148,9 @@ __device__ void store_tile(const T* tile, T* target, int64_t row_stride, int val
     if (!kAnyAlignment || aligned) {
       *reinterpret_cast<uint4*>(place) = values;
     } else {
-      for (int j = 0; j < min(8, cols - chunk * 8); ++j) {
-        place[j] = reinterpret_cast<const T*>(&values)[j];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (j < cols - chunk * 8) place[j] = reinterpret_cast<const T*>(&values)[j];
       }
     }
   }

@@ -91,8 +91,8 @@ __device__ void add_dq(const BackwardParams& params, const BackwardSchedule& sch
 
 constexpr int kDqWriters = 3;  // warps
 
-// dQ = softmax_scale * what is in shared memory, rounded to T: writers take 8 rows in turn. It ends
-// at a step without a row tile.
+// dQ = gradient_scale * what is in shared memory, rounded to T: writers take 8 rows in turn. It
+// ends at a step without a row tile.
 template <typename Config>
 __device__ void write_dq(const BackwardParams& params, typename Config::SharedStorage& shared,
                          int writer, int lane) {
@@ -115,7 +115,7 @@ __device__ void write_dq(const BackwardParams& params, typename Config::SharedSt
       const float2* const source = reinterpret_cast<const float2*>(shared.dq[state.stage()] +
                                                                    octet / 2 * kTiles * 32 + lane) +
                                    octet % 2;
-      round_octet<T, kTiles>(target, source, params.softmax_scale, left > 0, params.headdim, lane);
+      round_octet<T, kTiles>(target, source, params.gradient_scale, left > 0, params.headdim, lane);
       left -= kDqWriters * 8;
       target += kDqWriters * 8 * params.dq.row_stride;
     }

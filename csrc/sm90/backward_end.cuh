@@ -53,7 +53,7 @@ __device__ void add_parts(const BackwardParams& params, const BackwardSchedule& 
   }
 }
 
-// dQ = softmax_scale * the workspace, rounded to T, where idle warps have not done it.
+// dQ = gradient_scale * the workspace, rounded to T, where idle warps have not done it.
 template <typename Config>
 __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBlockM>& tile,
                          int warp, int lane) {
@@ -87,8 +87,8 @@ __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBl
       float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
                        tile % kChunkTiles * 32];
       if (zero) x = make_float4(0.f, 0.f, 0.f, 0.f);
-      dq[n][0] = x.x * params.softmax_scale, dq[n][1] = x.y * params.softmax_scale;
-      dq[n][2] = x.z * params.softmax_scale, dq[n][3] = x.w * params.softmax_scale;
+      dq[n][0] = x.x * params.gradient_scale, dq[n][1] = x.y * params.gradient_scale;
+      dq[n][2] = x.z * params.gradient_scale, dq[n][3] = x.w * params.gradient_scale;
     }
     T* rows[2];
 #pragma unroll

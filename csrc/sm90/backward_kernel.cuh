@@ -29,6 +29,7 @@
 #include "common/sequence.h"
 #include "common/shared_address.h"
 #include "common/warp.h"
+#include "common/with_condition.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
 #include "ptx/opaque.h"
@@ -237,7 +238,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         with_condition<kFull>(params.rng_state != nullptr, [&](auto drops) {
 #pragma unroll
           for (int n = 0; n < kRows / 8; ++n) {
-            differentiate_scores<drops>(ds[0][n], p[half][0][n], delta[n], params.dropout_scale);
+            differentiate_scores<drops>(ds[0][n], p[half][0][n], delta[n]);
           }
         });
         pack_operands<T>(ds_operands, ds);

@@ -35,7 +35,7 @@ template <typename Config, bool kOfV, int kColTiles>
 __device__ void store_gradient(const BackwardParams& params, int batch, int head, int key, int col,
                                float (&x)[1][kColTiles][4], int lane) {
   using T = typename Config::T;
-  if (!kOfV) scale_by(x, params.softmax_scale);
+  if (!kOfV) scale_by(x, params.gradient_scale);
   if (kOfV && Config::kFull && params.rng_state != nullptr) scale_by(x, params.dropout_scale);
   const Sequence sequence(params, batch);
   T* rows[2];

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
     float* const statistics =
         params.row_statistics + tile.place * (2 * Config::kBlockM) + row - tile.first_row;
     statistics[0] = lse[i] == -INFINITY ? INFINITY : lse[i] * kLog2e;
-    statistics[Config::kBlockM] = delta;
+    statistics[Config::kBlockM] = Config::kFull ? delta * params.delta_scale : delta;
   }
   if (Config::kWritesDq && lone) {
     const int chunks = sees_keys<Config>(params, tile) ? 0 : params.headdim / 8;

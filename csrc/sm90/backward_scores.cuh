@@ -2,13 +2,13 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/dropout.h"
 #include "common/fragment.h"
 #include "common/mask.h"
 #include "common/pack.h"
 #include "common/scores.h"
+#include "common/with_condition.h"
 #include "params.h"
 #include "ptx/opaque.h"
 #include "ptx/special_functions.h"
@@ -39,24 +39,11 @@ __device__ void exponentiate(float (&p)[1][kColTiles][4], const float2 (&lse)[kC
 // dP^T becomes dS^T = P^T * (dP^T - delta), of one accumulator. kDrops: P is marked where dropout
 // drops it.
 template <bool kDrops>
-__device__ void differentiate_scores(float (&ds)[4], const float (&p)[4], float2 delta,
-                                     float dropout_scale) {
+__device__ void differentiate_scores(float (&ds)[4], const float (&p)[4], float2 delta) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float column_delta = j % 2 == 0 ? delta.x : delta.y;
-    ds[j] = kDrops ? gradient_of_marked(p[j], ds[j], column_delta, dropout_scale)
-                   : p[j] * (ds[j] - column_delta);
-  }
-}
-
-// Calls function(std::true_type) if the condition holds, else function(std::false_type). kMayHold
-// false: it never does.
-template <bool kMayHold, typename Function>
-__device__ void with_condition(bool condition, Function function) {
-  if (kMayHold && condition) {
-    function(std::bool_constant<kMayHold>());
-  } else {
-    function(std::false_type());
+    ds[j] = kDrops ? gradient_of_marked(p[j], ds[j], column_delta) : p[j] * (ds[j] - column_delta);
   }
 }
 

@@ -390,11 +390,11 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       mask_scores();
       if (kFull && dropout.enabled) {
         softmax_step<T, kFirst>(p, softmax, scores, out, lane, [&](int i, int lane) {
-          return dropout.kept((range.m_begin + first_row) / 16, n / 16 + i, lane);
+          return dropout.dropped((range.m_begin + first_row) / 16, n / 16 + i, lane);
         });
       } else {
         softmax_step<T, kFirst>(p, softmax, scores, out, lane,
-                                [](int, int) { return [](int, int) { return true; }; });
+                                [](int, int) { return NothingDropped(); });
       }
     };
 

@@ -135,7 +135,7 @@ class IdleWarps {
         const int first_row = tile % blocks * kBlockM + lane / 4;
         round<typename Config::T, kBlockM>(
             rows_of<typename Config::T>(params.dq, batch, first_row, head), params.dq.row_stride,
-            accum, params.softmax_scale, params.seqlen_q - first_row, params.headdim, warp, lane);
+            accum, params.gradient_scale, params.seqlen_q - first_row, params.headdim, warp, lane);
       }
     }
   }

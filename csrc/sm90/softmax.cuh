@@ -21,16 +21,17 @@ constexpr float kLargestSum = 256.f;
 
 // P = exp(S) relative to the rows' references, rounded to T; returns this lane's sum over each row.
 // Two neighbouring accumulators are then an A operand: no data moves between lanes.
-// kept_of_block(n, lane): whether dropout keeps the probabilities [2 n], [2 n + 1] (KeptOfBlock)
-template <typename T, int kColTiles, typename KeptOf>
+// dropped_of_block(n, lane): what dropout drops of the probabilities [2 n], [2 n + 1]
+// (DroppedOfBlock or NothingDropped)
+template <typename T, int kColTiles, typename DroppedOf>
 __device__ float2 exponentiate_scores(uint32_t (&p)[kColTiles / 2][4],
                                       const SoftmaxState<1>& softmax,
                                       const float (&scores)[1][kColTiles][4], int lane,
-                                      KeptOf kept_of_block) {
+                                      DroppedOf dropped_of_block) {
   float sums[2] = {};
 #pragma unroll
   for (int n = 0; n < kColTiles / 2; ++n) {
-    const auto kept = kept_of_block(n, lane);
+    const auto dropped = dropped_of_block(n, lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int j = i % 2 * 2, row = i % 2;
@@ -38,7 +39,7 @@ __device__ float2 exponentiate_scores(uint32_t (&p)[kColTiles / 2][4],
       const float low = softmax.power(pair[0], row), high = softmax.power(pair[1], row);
       sums[row] += low;
       sums[row] += high;
-      p[n][i] = pack(kept(i / 2, j) ? low : 0.f, kept(i / 2, j + 1) ? high : 0.f, T());
+      p[n][i] = dropped.keep(pack(low, high, T()), i / 2, j);
     }
   }
   return make_float2(sums[0], sums[1]);
@@ -77,16 +78,16 @@ __device__ void raise_references(SoftmaxState<1>& softmax, const bool (&outgrown
 
 // The probabilities of the next block of scores, whose sums join the rows'. kFirst: it is the
 // first, and `out` is zero.
-template <typename T, bool kFirst, int kColTiles, int kOutTiles, typename KeptOf>
+template <typename T, bool kFirst, int kColTiles, int kOutTiles, typename DroppedOf>
 __device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& softmax,
                              const float (&scores)[1][kColTiles][4], float (&out)[1][kOutTiles][4],
-                             int lane, KeptOf kept_of_block) {
+                             int lane, DroppedOf dropped_of_block) {
   const auto exponent_of = [&](float score, int) { return score * softmax.scale_log2; };
   if constexpr (kFirst) {
     float nothing[1][1][4] = {};  // in place of `out`, which need not be rescaled
     raise_references(softmax, {true, true}, scores, nothing, exponent_of);
   }
-  float2 sums = exponentiate_scores<T>(p, softmax, scores, lane, kept_of_block);
+  float2 sums = exponentiate_scores<T>(p, softmax, scores, lane, dropped_of_block);
   if constexpr (!kFirst) {
     const bool outgrown[2] = {!(sums.x <= kLargestSum), !(sums.y <= kLargestSum)};  // NaN too
     if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
@@ -94,7 +95,7 @@ __device__ void softmax_step(uint32_t (&p)[kColTiles / 2][4], SoftmaxState<1>& s
       // (The shuffle, of its own lane, hides that the dropout mask has been computed before: it had
       // better be computed once more than be remembered.)
       sums = exponentiate_scores<T>(p, softmax, scores, __shfl_sync(0xffffffff, lane, lane),
-                                    kept_of_block);
+                                    dropped_of_block);
     }
   }
   softmax.sum[0] += sums.x;

@@ -23,6 +23,7 @@
 #include "common/sequence.h"
 #include "common/shared_address.h"
 #include "common/warp.h"
+#include "common/with_condition.h"
 #include "params.h"
 #include "ptx/cluster.h"
 #include "ptx/griddepcontrol.h"
@@ -310,8 +311,7 @@ __device__ void consume_gradients(const BackwardParams& params, const BackwardSc
           const uint4 x = p[n / 2];
           const float2 low = unpack<T>(n % 2 == 0 ? x.x : x.z);
           const float2 high = unpack<T>(n % 2 == 0 ? x.y : x.w);
-          differentiate_scores<drops>(ds[0][n], {low.x, low.y, high.x, high.y}, delta[n],
-                                      params.dropout_scale);
+          differentiate_scores<drops>(ds[0][n], {low.x, low.y, high.x, high.y}, delta[n]);
         }
       });
     }

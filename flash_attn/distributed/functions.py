@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _arguments
-from flash_attn._arguments import Options, Place
+from flash_attn._arguments import Options, Place, dropout_threshold
 from flash_attn._backends.philox import draw_rng_state
 from flash_attn._numbers import integer
 from flash_attn.distributed import _agreement
@@ -229,7 +229,7 @@ def _kind(
         raise error
     _agreement.check(descriptions)
     place, column = grid.ranks
-    drops = round(options.dropout_p * 2**16) > 0
+    drops = dropout_threshold(options.dropout_p) > 0
     mask = Mask(options.window_left, options.window_right, bounds, tensors[3] is not None, drops)
     division = None
     if grid.heads is not None:
@@ -257,7 +257,7 @@ def _options(
         dropout_p, softmax_scale, causal, left, right, softcap, deterministic
     )
     # What drops nothing has no mask, and needs to know of no place.
-    return options if options.dropout_p * 2**16 > 0.5 else replace(options, dropout_p=0.0)
+    return options if dropout_threshold(options.dropout_p) > 0 else replace(options, dropout_p=0.0)
 
 
 def _layout(

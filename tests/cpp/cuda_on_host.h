@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #define __device__
 #define __host__
@@ -18,6 +19,16 @@ struct uint4 {
 using std::isnan, std::max, std::min, std::signbit;
 
 inline float __fdividef(float x, float y) { return x / y; }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
 inline uint32_t __funnelshift_lc(uint32_t low, uint32_t high, uint32_t shift) {
   const uint64_t both = uint64_t{high} << 32 | low;
   return static_cast<uint32_t>(both << std::min(shift, 32u) >> 32);

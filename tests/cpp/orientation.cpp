@@ -1,10 +1,14 @@
 // Mask, score transform and dropout of tiles whose rows are queries (S) and of those whose rows are
 // keys (S^T), compiled for the host: each element must be what (query, key) says.
 //
-// Standard input: for each case rng_state, dropout threshold, seqlen_q, seqlen_k, windows, then the
+// The lanes of a warp run one after the other, twice: what others gave to a transposition in the
+// first run, a lane receives in the second, whose results are checked.
+//
+// Standard input: for each case rng_state, dropout_p, seqlen_q, seqlen_k, windows, then the
 // mask (seqlen_q, seqlen_k) of flash_attn/_backends/philox.py as 0 and 1.
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
 #include "common/dropout.h"
 #include "common/fragment.h"
@@ -14,6 +18,27 @@
 using namespace flash;
 
 constexpr int kRowTiles = 2;
+
+bool first_run;
+int this_lane;
+std::vector<uint32_t> given[32];  // to transpositions, by lane
+size_t transpositions;            // of this lane so far
+
+uint32_t flash::ptx::transpose(uint32_t x) {
+  if (first_run) {
+    given[this_lane].push_back(x);
+    return x;
+  }
+  // A lane holds two neighbours of a row of 8, and receives two of a column.
+  uint32_t received = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int row = this_lane % 4 * 2 + i, column = this_lane / 4;
+    const uint32_t pair = given[row * 4 + column / 2][transpositions];
+    received |= (pair >> column % 2 * 16 & 0xffff) << i * 16;
+  }
+  ++transpositions;
+  return received;
+}
 
 struct Case {
   AttentionParams params;
@@ -32,6 +57,21 @@ void check(bool right, const char* what, int query, int key) {
   if (right) return;
   std::printf("%s of query %d and key %d is wrong\n", what, query, key);
   std::exit(1);
+}
+
+// What a forward keeps of the pairs of the first 16 x 16 block.
+void check_kept(const Case& c, const Dropout& dropout, int query_begin, int key_begin, int lane) {
+  const auto dropped = dropout.dropped(query_begin / 16, key_begin / 16, lane);
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = dropped.keep(0x12345678, i / 2, i % 2 * 2);
+    const int query = query_begin + lane / 4 + i % 2 * 8;
+    for (int half = 0; half < 2; ++half) {
+      const int key = key_begin + lane % 4 * 2 + i / 2 * 8 + half;
+      if (query >= c.seqlen_q || key >= c.mask.seqlen_k) continue;
+      const uint32_t wanted = c.kept[query][key] ? half == 0 ? 0x5678 : 0x1234 : 0;
+      check((pair >> 16 * half & 0xffff) == wanted, "pair", query, key);
+    }
+  }
 }
 
 // One warp's tile from (query_begin, key_begin) on, multiples of 16.
@@ -63,9 +103,11 @@ void check_tile(const Case& c, int query_begin, int key_begin, int lane) {
       [&](int m, int n, int j, float slope) { slopes[m][n][j] = slope; });
   apply_mask_to(transformed);
   const Dropout dropout(c.params, 0, 0);
+  if constexpr (kRows == Rows::kQueries) check_kept(c, dropout, query_begin, key_begin, lane);
   Fragment marked;
   for_each(marked, [](float& p, int m, int n, int j) { p = .01f * (m + n + j); });
   mark_dropped<kRows>(marked, dropout, query_begin / 16, key_begin / 16, lane);
+  if (first_run) return;
   for_each(transformed, [&](float& result, int m, int n, int j) {
     const auto [i, k] = query_and_key(m, n, j);
     check(c.visible(i, k) == (result != -INFINITY), "visibility", i, k);
@@ -79,9 +121,8 @@ void check_tile(const Case& c, int query_begin, int key_begin, int lane) {
       const bool kept = c.kept[i][k];
       const float p = marked[m][n][j], of_kept = .01f * (m + n + j);
       check(p == (kept ? of_kept : -of_kept) && signbit(p) == !kept, "dropout", i, k);
-      const float gradient = of_kept * ((kept ? 3.f * dropout.scale : 0.f) - 2.f);
-      check(std::abs(gradient_of_marked(p, 3.f, 2.f, dropout.scale) - gradient) < 1e-5f, "gradient",
-            i, k);
+      const float gradient = of_kept * ((kept ? 3.f : 0.f) - 2.f);
+      check(std::abs(gradient_of_marked(p, 3.f, 2.f) - gradient) < 1e-5f, "gradient", i, k);
     }
   });
 }
@@ -92,7 +133,14 @@ void check_tiles(const Case& c) {
   constexpr Place kTile = place_of<kRows>(kTileRows, kTileCols);
   for (int query = 0; query < c.seqlen_q; query += kTile.query) {
     for (int key = 0; key < c.mask.seqlen_k; key += kTile.key) {
-      for (int lane = 0; lane < 32; ++lane) check_tile<kRows, kColTiles>(c, query, key, lane);
+      for (std::vector<uint32_t>& of_lane : given) of_lane.clear();
+      for (const bool first : {true, false}) {
+        first_run = first;
+        for (this_lane = 0; this_lane < 32; ++this_lane) {
+          transpositions = 0;
+          check_tile<kRows, kColTiles>(c, query, key, this_lane);
+        }
+      }
     }
   }
 }
@@ -119,11 +167,12 @@ void check_blocks(const Case& c) {
 int main() {
   static Case c;
   int64_t rng_state[2];
-  unsigned threshold;
+  double dropout_p;
   const float alibi_slope = .25f;
   int cases = 0;
-  while (std::scanf("%ld %ld %u %d %d %d %d", &rng_state[0], &rng_state[1], &threshold, &c.seqlen_q,
-                    &c.mask.seqlen_k, &c.mask.window_left, &c.mask.window_right) == 7) {
+  while (std::scanf("%ld %ld %lf %d %d %d %d", &rng_state[0], &rng_state[1], &dropout_p,
+                    &c.seqlen_q, &c.mask.seqlen_k, &c.mask.window_left,
+                    &c.mask.window_right) == 7) {
     c.mask.shift = c.mask.seqlen_k - c.seqlen_q;
     for (int i = 0; i < c.seqlen_q; ++i) {
       for (int k = 0; k < c.mask.seqlen_k; ++k) {
@@ -137,8 +186,7 @@ int main() {
     c.params.softcap = 2.f;
     c.params.alibi_slopes = &alibi_slope;
     c.params.rng_state = rng_state;
-    c.params.dropout_bound = (threshold << 16) - 1;
-    c.params.dropout_scale = 1.f / (1.f - threshold * 0x1p-16f);
+    c.params.dropout_threshold = DropoutThreshold::of(dropout_p);
     check_blocks(c);
     check_tiles<Rows::kQueries, 4>(c);
     check_tiles<Rows::kKeys, 4>(c);

@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "byte_perm.h"
+
 thread_local int this_lane;
 inline int lane_count;  // of those that run
 alignas(1024) inline unsigned char shared_memory[64 * 1024];
@@ -62,14 +64,6 @@ T __shfl_sync(unsigned, T x, int lane) {
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T x, int distance) {
   return __shfl_sync(mask, x, this_lane ^ distance);
-}
-inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
-  const uint64_t bytes = uint64_t{y} << 32 | x;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) {
-    result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
-  }
-  return result;
 }
 
 namespace flash::ptx {
