@@ -2,8 +2,9 @@
 
 Run as ``python -m benchmarks.generation``; ``--help`` lists the options. Weights and prompts are
 random. A case is a batch of prompts of one length and a kind of cache of transformers: ``dynamic``
-grows, ``static`` has its full size from the start. ``generate`` makes ``--new`` tokens greedily.
-The time of its first token, which reads the prompt, is reported apart. Prints a table and writes
+grows, ``static`` has its full size from the start, and ``compiled`` is static with a step compiled
+into a CUDA graph. ``generate`` makes ``--new`` tokens greedily. The time of its first token, which
+reads the prompt, is reported apart; of the others the median counts. Prints a table and writes
 NAME.json and .csv into ``benchmarks/results/<gpu>/``. Without a GPU the model is tiny.
 
 A paged cache has a serving loop of its own: ``python examples/serve.py``.
@@ -23,8 +24,11 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.report import Row, figure, rounded
+from flash_attn import adapters
 
-IMPLEMENTATIONS = ("flash_attention_2", "sdpa", "eager")  # the first runs on this library
+# The first two run on this library.
+IMPLEMENTATIONS = ("adapter", "flash_attention_2", "sdpa")
+CACHES = ("dynamic", "static", "compiled")
 
 
 class Case(NamedTuple):
@@ -62,30 +66,28 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def seconds(model: Any, case: Case, new: int) -> tuple[float, float]:
-    """How long ``generate`` takes for the first token, and for the others."""
+def seconds(model: Any, case: Case, new: int) -> list[float]:
+    """How long ``generate`` takes for each token."""
     device = model.device
     times: list[float] = []
     prompt = torch.randint(1, model.config.vocab_size, (case.batch, case.prompt), device=device)
 
     def after_token(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
-        if not times:
-            times.append(now(device))
+        times.append(now(device))
         return torch.zeros(len(tokens), dtype=torch.bool, device=device)  # no sequence ends
 
-    start = now(device)
+    times.append(now(device))
     out = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=new,
         do_sample=False,
-        cache_implementation=case.cache,
-        disable_compile=True,
+        cache_implementation="dynamic" if case.cache == "dynamic" else "static",
+        disable_compile=case.cache != "compiled",
         stopping_criteria=[after_token],
     )
-    end = now(device)
     assert out.shape[1] == case.prompt + new
-    return times[0] - start, end - times[0]
+    return [end - start for start, end in itertools.pairwise(times)]
 
 
 def measure(case: Case, model: Any, new: int, rounds: int) -> Row:
@@ -94,27 +96,33 @@ def measure(case: Case, model: Any, new: int, rounds: int) -> Row:
     Returns
     -------
     dict
-        The fields of the case and, by implementation, ``tokens_per_s`` behind the first token of
-        each sequence, ``first_ms`` (until that token), and ``skipped``: the reason.
+        The fields of the case and, by implementation, ``first_ms`` (until the first token of each
+        sequence), ``tokens_per_s`` by the median step behind it, and ``skipped``: the reason.
     """
+    torch._dynamo.reset()  # what is kept of one function is bounded
     row: Row = {**case._asdict(), "new": new, "providers": list(IMPLEMENTATIONS)}
     figures: dict[str, dict[str, Any]] = {"tokens_per_s": {}, "first_ms": {}, "skipped": {}}
-    times: dict[str, list[tuple[float, float]]] = {}
+    if case.cache == "compiled":
+        figures["skipped"]["flash_attention_2"] = "its layers are not compiled as a whole"
+    times: dict[str, list[list[float]]] = {}
     for round_, name in itertools.product(range(rounds + 1), IMPLEMENTATIONS):
         if name in figures["skipped"]:
             continue
         try:
+            if name == "adapter":
+                adapters.register_with_transformers(name)
             model.set_attn_implementation(name)
-            pair = seconds(model, case, new)
+            of_tokens = seconds(model, case, new)
         except (torch.cuda.OutOfMemoryError, ImportError, ValueError) as error:
             figures["skipped"][name] = str(error).splitlines()[0]
             continue
         if round_ > 0:
-            times.setdefault(name, []).append(pair)
-    for name, pairs in times.items():
-        first, others = map(statistics.median, zip(*pairs, strict=True))
-        figures["first_ms"][name] = rounded(first * 1e3)
-        figures["tokens_per_s"][name] = rounded(case.batch * (new - 1) / others)
+            times.setdefault(name, []).append(of_tokens)
+    for name, rounds_of_name in times.items():
+        first, *others = zip(*rounds_of_name, strict=True)
+        figures["first_ms"][name] = rounded(statistics.median(first) * 1e3)
+        step = statistics.median(itertools.chain(*others))
+        figures["tokens_per_s"][name] = rounded(case.batch / step)
     return {**row, **figures}
 
 
@@ -132,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = report.parser("generation", __doc__)
     add = parser.add_argument
-    add("--cache", nargs="+", choices=("dynamic", "static"), default=["dynamic", "static"])
+    add("--cache", nargs="+", choices=CACHES, default=CACHES)
     add("--batch", nargs="+", type=int, default=[1, 16] if on_gpu else [2])
     add("--prompt", nargs="+", type=int, default=[1024, 16384] if on_gpu else [40])
     add("--new", type=int, default=64 if on_gpu else 4, help="tokens of each sequence")

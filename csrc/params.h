@@ -75,8 +75,9 @@ struct CallParams {};
 // 32 of y * 0x9E3779B9 + x, which the eight share. Those below the threshold, 2^39 dropout_p, drop.
 // So the lower seven bits and a byte of `added` reach 128.
 struct DropoutThreshold {
-  uint32_t shared;    // the lower 32 bits
-  uint32_t added[2];  // four times the upper seven bits; plus 1, where what is shared is below that
+  uint32_t shared;  // the lower 32 bits
+  // Four copies of the upper seven bits, and the same plus 1 each for what is shared below that.
+  uint32_t added[2];
 
   static DropoutThreshold of(double dropout_p) {
     const auto bits = static_cast<uint64_t>(std::llrint(dropout_p * 0x1p39));

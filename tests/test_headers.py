@@ -52,9 +52,13 @@ def output_of(
     return result.returncode, result.stdout
 
 
-def test_tiles_of_both_orientations(tmp_path: Path) -> None:
-    """Mask, score transform and dropout of tiles of S and of its transpose."""
-    rng_state, p = (0x7EDC_BA98_7654_3210, 0x0123_4567_FEDC_BA98), 0.3
+@pytest.mark.parametrize("p", [2**-40, 0.003, 0.3, 0.995, 1 - 2**-40])
+def test_tiles_of_both_orientations(p: float, tmp_path: Path) -> None:
+    """Mask, score transform and dropout of tiles of S and of its transpose.
+
+    A number has seven bits of its own: below 2^-7 and above 1 - 2^-7 those that are shared decide.
+    """
+    rng_state = (0x7EDC_BA98_7654_3210, 0x0123_4567_FEDC_BA98)
     numbers: list[float] = []
     for seqlen_q, seqlen_k, *window in CASES:
         kept = dropout_keep_mask(torch.tensor(rng_state), p, 1, 1, seqlen_q, seqlen_k)

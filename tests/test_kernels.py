@@ -142,6 +142,14 @@ def test_saturated_soft_cap(device, options, headdims):
     check(large("dense", 4, 2, *headdims, dtype=torch.bfloat16, device=device, **options))
 
 
+@of_each_kernel
+@pytest.mark.parametrize("dropout_p", [0.003, 0.9])
+def test_dropout_of_few_and_of_many(device, dropout_p, headdims):
+    """Below 2^-7 the bits decide that eight entries share."""
+    options = {"causal": True, "dropout_p": dropout_p, "dtype": torch.bfloat16, "device": device}
+    check(dense(1, 200, 300, 2, 1, *headdims, **options))
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
 @pytest.mark.parametrize("headdims", BETWEEN, ids=str)
 @pytest.mark.parametrize("options", ["causal", "everything"])

@@ -1,4 +1,4 @@
-"""Hugging Face transformers with attn_implementation="flash_attention_2" runs on this library."""
+"""Hugging Face transformers runs on this library: "flash_attention_2", and the adapter."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import pytest
 import torch
 from helpers import is_installed
 from torch import Tensor
+
+from flash_attn import adapters
 
 pytestmark = pytest.mark.gpu
 
@@ -44,8 +46,8 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return transformers
 
 
-@pytest.fixture
-def models(transformers: ModuleType) -> tuple[Any, Any, Any]:
+@pytest.fixture(params=["flash_attention_2", "adapter"])
+def models(transformers: ModuleType, request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     """One small random Llama three times: eager in float32, eager and flash in bfloat16."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -67,11 +69,14 @@ def models(transformers: ModuleType) -> tuple[Any, Any, Any]:
         )
         return made.to(DEVICE).eval()
 
-    flash, eager = (model(name, torch.bfloat16) for name in ("flash_attention_2", "eager"))
+    name = request.param
+    if name == "adapter":
+        adapters.register_with_transformers(name)
+    flash, eager = (model(x, torch.bfloat16) for x in (name, "eager"))
     exact = model("eager", torch.float32)
     eager.load_state_dict(flash.state_dict())
     exact.load_state_dict(flash.state_dict())
-    assert flash.config._attn_implementation == "flash_attention_2"
+    assert flash.config._attn_implementation == name
     return exact, eager, flash
 
 
@@ -100,16 +105,21 @@ def test_logits(models, batch):
     assert_as_good_as_eager(flash, eager, exact)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static", "compiled"])
 @torch.no_grad()
-def test_generate(models, batch):
+def test_generate(models, batch, cache):
     """Each step's logits are those of one pass over the finished text."""
     exact, eager, flash = models
+    if cache == "compiled" and flash.config._attn_implementation == "flash_attention_2":
+        pytest.skip("its layers are not compiled as a whole")
     generated = flash.generate(
         **batch,
         max_new_tokens=20,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
+        cache_implementation="dynamic" if cache == "dynamic" else "static",
+        disable_compile=cache != "compiled",
     )
     assert generated.sequences.shape == (3, 57)
     steps = torch.stack(generated.logits, 1)
@@ -141,7 +151,7 @@ def test_generation_benchmark(transformers, tmp_path, monkeypatch):
     sizes = ["--batch", "2", "--prompt", "40", "--new", "3", "--rounds", "1"]
     generation.main([*sizes, "--folder", str(tmp_path)])
     rows = json.loads((tmp_path / "generation.json").read_text())["rows"]
-    assert [row["cache"] for row in rows] == ["dynamic", "static"]
+    assert [row["cache"] for row in rows] == ["dynamic", "static", "compiled"]
     for row in rows:
-        assert set(row["tokens_per_s"]) >= {"flash_attention_2", "sdpa"}, row["skipped"]
+        assert set(row["tokens_per_s"]) >= {"adapter", "sdpa"}, row["skipped"]
         assert all(x > 0 for x in row["tokens_per_s"].values())

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from flash_attn.adapters import check_name, options
 from flash_attn.distributed._layout import Group, Order, shard, unshard
 from flash_attn.distributed.functions import ring_flash_attn_func, ulysses_flash_attn_func
 
@@ -53,8 +54,7 @@ def register_with_transformers(
     method : {"ring", "ulysses"}
         Which attention. "ulysses" wants contiguous order.
     """
-    if "flash" in name:
-        raise ValueError(f"name must not have 'flash' in it, got {name!r}")
+    check_name(name)
     from transformers import AttentionInterface
 
     attend = _attention(group, method, order)
@@ -82,22 +82,13 @@ def register_with_transformers(
                 "pass cu_seq_lens_q"
             )
         qkv = [x.transpose(1, 2) for x in (query, key, value)]
-        options: dict[str, Any] = {"seqlen": seqlen}
+        asked = options(module, dropout, scaling, sliding_window, softcap, is_causal, s_aux)
         if cu_seq_lens_q is not None:
             if query.shape[0] != 1:
                 raise ValueError(f"cu_seq_lens_q wants a batch of 1, got {query.shape[0]}")
             qkv = [x[0] for x in qkv]
-            options["cu_seqlens"] = cu_seq_lens_q
-        out = attend(
-            *qkv,
-            dropout_p=dropout,
-            softmax_scale=scaling,
-            causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
-            window_size=(-1, -1) if sliding_window is None else (sliding_window - 1,) * 2,
-            softcap=softcap or 0.0,
-            s_aux=s_aux,
-            **options,
-        )
+            asked["cu_seqlens"] = cu_seq_lens_q
+        out = attend(*qkv, seqlen=seqlen, **asked)
         return out if cu_seq_lens_q is None else out[None], None
 
     AttentionInterface.register(name, attention)

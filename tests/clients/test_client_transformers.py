@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clients.client_helpers import Calls, assert_as_good_as_eager, assert_gradients
+from flash_attn import adapters
 
 # Not imported yet: it looks for flash-attn's metadata then, which test_transformers.py may write.
 pytestmark = pytest.mark.skipif(
@@ -67,22 +68,32 @@ CAUSAL: dict[str, dict[str, Any]] = {
 Models = tuple[Any, Any, Any]
 
 
-def three(config: Any, auto: Any) -> Models:
-    """One random model three times: flash and eager in bfloat16, eager in float32."""
+@pytest.fixture(params=["flash_attention_2", "adapter"])
+def attention(request: pytest.FixtureRequest, transformers: Any) -> str:
+    """Both ways to this library: transformers' own, and ``flash_attn.adapters``."""
+    if request.param == "adapter":
+        return adapters.register_with_transformers()
+    return str(request.param)
+
+
+def three(config: Any, auto: Any, attention: str) -> Models:
+    """One random model three times: on this library and eager in bfloat16, eager in float32."""
 
     def made(attention: str, dtype: torch.dtype) -> Any:
         return auto.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
 
-    flash = made("flash_attention_2", torch.bfloat16)
+    flash = made(attention, torch.bfloat16)
     eager, exact = made("eager", torch.bfloat16), made("eager", torch.float32)
     eager.load_state_dict(flash.state_dict())
     exact.load_state_dict(flash.state_dict())
     return flash.eval(), eager.eval(), exact.eval()
 
 
-def causal(transformers: Any, name: str) -> Models:
+def causal(transformers: Any, name: str, attention: str) -> Models:
+    if attention != "flash_attention_2" and name in ("falcon", "gptj"):
+        pytest.skip("its attention is one of a fixed table of classes")
     config = transformers.AutoConfig.for_model(name, **(SMALL | CAUSAL[name]))
-    return three(config, transformers.AutoModelForCausalLM)
+    return three(config, transformers.AutoModelForCausalLM, attention)
 
 
 def logits(models: Models, seen: Tensor | None = None, **inputs: Any) -> list[Tensor]:
@@ -95,9 +106,9 @@ def text(batch: int = 2, seqlen: int = 21) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_causal_model(transformers: Any, calls: Calls, name: str) -> None:
+def test_causal_model(transformers: Any, calls: Calls, attention: str, name: str) -> None:
     """Logits and gradients of whole sequences; logits of sequences padded on the left and right."""
-    models = causal(transformers, name)
+    models = causal(transformers, name, attention)
     ids = text()
     found = logits(models, input_ids=ids)
     assert_as_good_as_eager(*found)
@@ -116,9 +127,9 @@ def test_causal_model(transformers: Any, calls: Calls, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3", "phi3"])
-def test_packed(transformers: Any, calls: Calls, name: str) -> None:
+def test_packed(transformers: Any, calls: Calls, attention: str, name: str) -> None:
     """Sequences joined by DataCollatorWithFlattening: logits and gradients of each alone."""
-    models = causal(transformers, name)
+    models = causal(transformers, name, attention)
     flash, eager, exact = models
     lengths = (7, 1, 13)
     rows = [{"input_ids": text(1, n)[0].tolist()} for n in lengths]
@@ -142,9 +153,9 @@ def test_packed(transformers: Any, calls: Calls, name: str) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "phi3"])
 @torch.no_grad()
-def test_generate(transformers: Any, calls: Calls, name: str, cache: str) -> None:
+def test_generate(transformers: Any, calls: Calls, attention: str, name: str, cache: str) -> None:
     """Logits of each step, with a padded prompt, are those of one pass over the finished text."""
-    models = causal(transformers, name)
+    models = causal(transformers, name, attention)
     prompt = text(2, 12)
     mask = torch.ones_like(prompt)
     mask[1, :5] = 0
@@ -166,7 +177,7 @@ def test_generate(transformers: Any, calls: Calls, name: str, cache: str) -> Non
     assert_as_good_as_eager(torch.stack(made.logits, 1), *whole)
 
 
-def test_modernbert(transformers: Any, calls: Calls) -> None:
+def test_modernbert(transformers: Any, calls: Calls, attention: str) -> None:
     """Bidirectional, with a sliding window, on padded sequences."""
     more = {
         "local_attention": 8,
@@ -176,7 +187,7 @@ def test_modernbert(transformers: Any, calls: Calls) -> None:
     }
     more |= {"embedding_dropout": 0.0, "mlp_dropout": 0.0, "eos_token_id": 2}
     config = transformers.ModernBertConfig(**(SMALL | more))
-    models = three(config, transformers.AutoModelForMaskedLM)
+    models = three(config, transformers.AutoModelForMaskedLM, attention)
     ids = text()
     mask = torch.ones_like(ids)
     mask[1, 13:] = 0
@@ -189,7 +200,7 @@ def test_modernbert(transformers: Any, calls: Calls) -> None:
     assert calls.count("backward") == SMALL["num_hidden_layers"]
 
 
-def test_whisper(transformers: Any, calls: Calls) -> None:
+def test_whisper(transformers: Any, calls: Calls, attention: str) -> None:
     """An encoder, a causal decoder, and attention from one to the other."""
     config = transformers.WhisperConfig(
         vocab_size=64,
@@ -209,7 +220,7 @@ def test_whisper(transformers: Any, calls: Calls) -> None:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    models = three(config, transformers.AutoModelForSpeechSeq2Seq)
+    models = three(config, transformers.AutoModelForSpeechSeq2Seq, attention)
     sound, ids = torch.randn(2, 8, 48), text(2, 9)
     found = [x(input_features=sound.to(x.dtype), decoder_input_ids=ids).logits for x in models]
     assert_as_good_as_eager(*found)
@@ -220,7 +231,7 @@ def test_whisper(transformers: Any, calls: Calls) -> None:
     assert calls.count("backward") == 3
 
 
-def test_vit(transformers: Any, calls: Calls) -> None:
+def test_vit(transformers: Any, calls: Calls, attention: str) -> None:
     config = transformers.ViTConfig(
         hidden_size=64,
         num_hidden_layers=2,
@@ -232,7 +243,7 @@ def test_vit(transformers: Any, calls: Calls) -> None:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    models = three(config, transformers.AutoModelForImageClassification)
+    models = three(config, transformers.AutoModelForImageClassification, attention)
     image = torch.randn(2, 3, 32, 32)
     found = [model(pixel_values=image.to(model.dtype)).logits for model in models]
     assert_as_good_as_eager(*found)

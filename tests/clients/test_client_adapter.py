@@ -1,0 +1,207 @@
+"""flash_attn.adapters: errors, and what is visible against masks of single scores."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from clients.client_helpers import DEVICE, Calls, assert_as_good_as_eager
+from flash_attn import adapters
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+BATCH, WINDOW = 3, 4
+Made = Callable[..., Any]
+
+
+def visible(mask: Tensor | None, rules: adapters._Rules, q_len: int, kv_len: int) -> Tensor:
+    """Which keys each query sees, (batch, q_len, kv_len) bool, by what ``_mask`` returned."""
+    if mask is not None and mask.dtype == torch.bool:
+        return mask.expand(BATCH, 1, q_len, kv_len)[:, 0]
+    if mask is None or mask.shape[1] == 1:
+        of_row = [[kv_len]] * BATCH if mask is None else mask[:, 0, 0].tolist()
+        documents = [
+            ((i * q_len, i * kv_len + sum(first)), ((i + 1) * q_len, i * kv_len + count))
+            for i, (count, *first) in enumerate(of_row)
+        ]
+    else:
+        documents = list(pairwise(mask[0, :, 0].tolist()))
+    seen = torch.zeros(BATCH * q_len, BATCH * kv_len, dtype=torch.bool)
+    for (q_begin, k_begin), (q_end, k_end) in documents:
+        queries, keys = torch.arange(q_end - q_begin), torch.arange(k_end - k_begin)
+        apart = queries[:, None] + len(keys) - len(queries) - keys
+        part = apart >= 0 if rules.causal else torch.ones_like(apart, dtype=torch.bool)
+        if rules.window:
+            part &= apart < WINDOW if rules.causal else apart.abs() <= WINDOW
+        seen[q_begin:q_end, k_begin:k_end] = part
+    return torch.stack([x.chunk(BATCH, 1)[i] for i, x in enumerate(seen.chunk(BATCH))])
+
+
+def padding_of(kind: str, total: int, random: Random) -> Tensor | None:
+    """(batch, total) bool, false at padding; the first row has none."""
+    if kind == "none":
+        return None
+    mask = torch.ones(BATCH, total, dtype=torch.bool)
+    for row in mask[1:]:
+        some = random.randint(1, total - 1)
+        if kind in ("left", "both"):
+            row[:some] = False
+        if kind in ("right", "both"):
+            row[-random.randint(1, total - 1) :] = False
+        if kind == "hole":
+            row[random.randint(1, total - 2)] = False
+    return mask
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("cache", ["none", "dynamic", "static", "static, in a tensor"])
+@pytest.mark.parametrize("padding", ["none", "whole", "left", "right", "both", "hole"])
+@pytest.mark.parametrize("kind", ["causal", "window", "bidirectional", "bidirectional window"])
+def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool) -> None:
+    """Tokens that are no padding see the same keys as by a mask of single scores."""
+    from transformers import masking_utils
+
+    functions: dict[str, Callable[..., Any]] = {
+        "causal": masking_utils.causal_mask_function,
+        "window": masking_utils.sliding_window_causal_mask_function(WINDOW),
+        "bidirectional": masking_utils.bidirectional_mask_function,
+        "bidirectional window": masking_utils.sliding_window_bidirectional_mask_function(WINDOW),
+    }
+    rules = adapters._rules(functions[kind])
+    if cache != "none" and not rules.causal:
+        pytest.skip("only what is causal has a cache")
+    random = Random(f"{kind} {padding} {cache}")
+    for _ in range(20):
+        past = 0 if cache == "none" else random.randint(0, 7)
+        q_len = random.randint(3, 9) if past < 2 else random.randint(1, 9)
+        total = past + q_len
+        seen = padding_of(padding, total, random)
+        arguments: dict[str, Any] = {
+            "batch_size": BATCH,
+            "q_length": q_len,
+            "kv_length": total + (random.randint(1, 5) if "static" in cache else 0),
+            "q_offset": torch.tensor(past) if "tensor" in cache else past,
+            "mask_function": functions[kind],
+            "attention_mask": seen,
+            "device": DEVICE,
+        }
+        with torch.set_grad_enabled(grad):
+            found = adapters._mask(**arguments)
+        scores = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+        assert scores is not None
+        of_scores = scores.expand(BATCH, 1, q_len, -1)[:, 0]
+        same = visible(found, rules, *of_scores.shape[1:]) == of_scores
+        real = torch.ones(BATCH, q_len, dtype=torch.bool) if seen is None else seen[:, past:]
+        assert same[real].all()
+        if padding in ("none", "whole", "left") or (padding != "hole" and past == 0):
+            assert found is None or found.dtype == torch.int32, "without single scores"
+        if padding in ("none", "whole") and "static" not in cache:
+            assert found is None
+
+
+def test_packed_mask(transformers: Any) -> None:
+    """Documents of several rows, as found where there is no cache."""
+    from transformers import masking_utils
+
+    documents = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 2, 2, 2]])
+    function = masking_utils.and_masks(
+        masking_utils.sliding_window_causal_mask_function(WINDOW),
+        masking_utils.packed_sequence_mask_function(documents),
+    )
+    arguments = {"batch_size": BATCH, "q_length": 5, "kv_length": 5, "device": DEVICE}
+    arguments["mask_function"] = function
+    found = adapters._mask(**arguments)
+    assert found is not None and found[0, :, 0, 0].tolist() == [0, 2, 5, 10, 11, 12, 15]
+    scores = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert (visible(found, adapters._rules(function), 5, 5) == scores[:, 0]).all()
+
+
+def test_positions_are_looked_at_once() -> None:
+    """Of a tensor that stays as it is; the same tensor with other positions is another."""
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    found = adapters._of_positions(positions)
+    assert found is not None and found[0, :, 0, 0].tolist() == [0, 3, 5]
+    assert adapters._of_positions(positions) is found
+    positions += 1
+    assert adapters._of_positions(positions) is None
+    with torch.inference_mode():
+        positions = torch.tensor([[0, 1, 2]])
+        assert adapters._of_positions(positions) is None
+        positions[0, 2] = 0
+        assert adapters._of_positions(positions) is not None
+
+
+@pytest.fixture
+def llama(transformers: Any) -> Made:
+    """Make models of one configuration and one set of weights."""
+    config: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.1,
+    }
+    auto = transformers.AutoModelForCausalLM
+    weights = auto.from_config(transformers.LlamaConfig(**config)).state_dict()
+
+    def made(attention: str, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+        config_of = transformers.LlamaConfig(**config | more)
+        model = auto.from_config(config_of, attn_implementation=attention, dtype=dtype)
+        model.load_state_dict(weights)
+        return model.eval()
+
+    return made
+
+
+def test_hole(llama: Made, calls: Calls) -> None:
+    """Keys with padding between them: PyTorch's attention on a mask, and its gradients."""
+    name = adapters.register_with_transformers()
+    models = [llama(name), llama("eager"), llama("eager", torch.float32)]
+    ids, mask = torch.randint(64, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 3:5] = 0
+    found = [x(input_ids=ids, attention_mask=mask).logits[mask.bool()] for x in models]
+    assert_as_good_as_eager(*found)
+    assert not calls
+
+
+def test_float32_runs_in_the_dtype_of_autocast(llama: Made, calls: Calls) -> None:
+    name = adapters.register_with_transformers()
+    ids = torch.randint(64, (2, 9))
+    models = [llama(name, torch.float32), llama("eager"), llama("eager", torch.float32)]
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        first = models[0](input_ids=ids).logits
+    assert_as_good_as_eager(first, *(x(input_ids=ids).logits for x in models[1:]))
+    assert len(calls) == 2
+
+
+def test_errors(llama: Made) -> None:
+    with pytest.raises(ValueError, match="name must not have 'flash' in it, got 'flashy'"):
+        adapters.register_with_transformers("flashy")
+    name = adapters.register_with_transformers()
+    ids, mask = torch.randint(64, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    model = llama(name, attention_dropout=0.5).train()
+    with pytest.raises(ValueError, match="dropout must be 0 with padding"), torch.no_grad():
+        model(input_ids=ids, attention_mask=mask)
+    model(input_ids=ids, attention_mask=mask).logits.sum().backward()
+
+    layer = torch.nn.Module()
+    q, k, v = torch.randn(3, 1, 2, 5, 16)
+    scores = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    for more in ({"softcap": 3.0}, {"s_aux": torch.zeros(2)}):
+        with pytest.raises(ValueError, match="softcap and s_aux must be None"):
+            adapters._attention(layer, q, k, v, scores, **more)
+    keys = torch.full((1, 1, 1, 1), 5, dtype=torch.int32)
+    with pytest.raises(ValueError, match="position_bias must be None"):
+        adapters._attention(layer, q, k, v, keys, position_bias=torch.zeros(1, 2, 5, 5))
