@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers on this library, without what stands between them.
+"""Models of Hugging Face transformers on this library, with little between them.
 
 With ``attn_implementation="flash_attention_2"`` they reach it through code of transformers that, in
 each layer, looks at the positions of the tokens and waits for the GPU, and with padding or a static
@@ -10,6 +10,7 @@ found once a step, and padded keys and static caches are read where they are::
 ``flash_attn.distributed.adapters`` has one for sequences that are divided among GPUs.
 """
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,8 +36,9 @@ def register_with_transformers(name: str = "exact") -> str:
     PyTorch's ``scaled_dot_product_attention`` on a mask. That has no softcap and no sinks: they
     raise ValueError then.
 
-    Masks are made outside of compiled code: in a model that is compiled with ``fullgraph=True``,
-    they must be made before. ``generate`` does so with a static cache.
+    In a compiled model, masks are made outside of compiled code. So are the positions of a batch of
+    one row looked at, which may be packed. With ``fullgraph=True`` both raise an error, but not in
+    a step of ``generate`` with a static cache, which makes the mask before.
 
     Parameters
     ----------
@@ -231,6 +233,18 @@ def _bidirectional(
     return _of_padded(padding, q_length, kv_length, is_self=has_window)
 
 
+@functools.cache
+def _calls_attention(config_class: type) -> bool:
+    """Whether its models call an attention that is registered, as far as they say."""
+    from transformers import MODEL_MAPPING
+
+    if config_class not in MODEL_MAPPING:
+        return True
+    found = MODEL_MAPPING[config_class]
+    models = found if isinstance(found, (list, tuple)) else [found]
+    return any(bool(x._supports_attention_backend or x._supports_flash_attn) for x in models)
+
+
 @torch.compiler.disable
 def _mask(
     batch_size: int,
@@ -241,6 +255,7 @@ def _mask(
     *,
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
+    config: Any = None,
     device: Any = "cpu",
     **more: Any,
 ) -> Tensor | None:
@@ -249,6 +264,11 @@ def _mask(
     Positions of queries begin at q_offset, those of keys at kv_offset. attention_mask: (batch,
     tokens so far) bool, false at padding.
     """
+    if config is not None and not _calls_attention(config.__class__):
+        raise ValueError(
+            f"attn_implementation must be 'eager' or 'sdpa' of models that have code of their own, "
+            f"as those of {type(config).__name__} do, got {config._attn_implementation!r}"
+        )
     seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
     try:
         rules = _rules(mask_function)
@@ -274,6 +294,7 @@ def _mask(
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
+            config=config,
             device=device,
             **more,
         )
@@ -327,9 +348,7 @@ def _attention(
         attention_mask is not None and attention_mask.dtype != torch.int32
     ):
         return _by_scores(module, query, key, value, attention_mask, position_bias, asked)
-    from transformers.integrations.flash_attention import get_target_dtype
-
-    dtype = get_target_dtype(query, module) or query.dtype  # layers in float32 may come before
+    dtype = _dtype(query, module)
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     bounds: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if any(x is None for x in bounds):
@@ -346,6 +365,16 @@ def _attention(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *bounds, **asked
     )
     return out.unflatten(0, q.shape[:2]), None
+
+
+def _dtype(query: Tensor, module: torch.nn.Module) -> torch.dtype:
+    """Queries in float32 come of layers that are kept so: autocast or the weights decide."""
+    from transformers.integrations.flash_attention import get_target_dtype
+
+    try:
+        return get_target_dtype(query, module) or query.dtype
+    except StopIteration:  # no linear layer has weights
+        return query.dtype
 
 
 def _over_cache(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, asked: dict[str, Any]) -> Tensor:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,26 @@ def test_float32_runs_in_the_dtype_of_autocast(llama: Made, calls: Calls) -> Non
         first = models[0](input_ids=ids).logits
     assert_as_good_as_eager(first, *(x(input_ids=ids).logits for x in models[1:]))
     assert len(calls) == 2
+
+
+def test_float32_without_linear_layers() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 16)
+    layer = torch.nn.Module()
+    layer.config = SimpleNamespace()
+    out, _ = adapters._attention(layer, q, k, v)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_models_with_code_of_their_own(transformers: Any, name: str) -> None:
+    """They take no mask of ours, and without one would not be causal."""
+    attention = adapters.register_with_transformers()
+    config = transformers.AutoConfig.for_model(name, vocab_size=64, hidden_size=64, n_layers=1)
+    config.num_hidden_layers = 1
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with pytest.raises(ValueError, match="must be 'eager' or 'sdpa' of models that have code of"):
+        model(input_ids=torch.randint(64, (2, 9)))
 
 
 def test_errors(llama: Made) -> None:
