@@ -31,8 +31,8 @@ def register_with_transformers(name: str = "exact") -> str:
 
     It takes what "flash_attention_2" takes, in training and generation: causal, bidirectional and
     cross-attention, padding, packed sequences, sliding windows, softcap, attention sinks and all
-    caches. Padding tokens get finite outputs without a meaning. Where a model lets other scores be
-    seen (image tokens that see each other, chunks, a hole in a row of keys), the layer runs
+    caches; and chunks. Padding tokens get finite outputs without a meaning. Where a model lets
+    other scores be seen (image tokens that see each other, a hole in a row of keys), the layer runs
     PyTorch's ``scaled_dot_product_attention`` on a mask. That has no softcap and no sinks: they
     raise ValueError then.
 
@@ -101,11 +101,31 @@ class _SingleScoresError(Exception):
     """What is visible takes a mask of single scores."""
 
 
+class _Step(NamedTuple):
+    """What transformers tells of a step. Positions of keys begin at kv_offset."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    kv_offset: int
+    keys: int | Tensor  # up to that of the last query
+    device: Any
+    may_be_none: bool  # what is visible: not where the step is compiled
+
+
+class _Chunk(NamedTuple):
+    """Tokens see those of their own chunk alone; the first begins behind the padding."""
+
+    size: int
+    left_padding: Tensor  # (batch,), tokens
+
+
 class _Rules(NamedTuple):
     """What a mask function of transformers lets be seen."""
 
     causal: bool = False
     window: bool = False
+    chunk: _Chunk | None = None
     documents: Tensor | None = None  # (batch, seqlen): of each token
 
 
@@ -139,6 +159,9 @@ def _rules(mask_function: Callable[..., Any]) -> _Rules:
             rules = rules._replace(causal=True)
         elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
             rules = rules._replace(window=True)
+        elif name == "chunked_overlay":
+            chunk = _Chunk(variables["chunk_size"], variables["left_padding"])
+            rules = rules._replace(chunk=chunk)
         elif name == "packed_sequence_mask_function" and rules.documents is None:
             rules = rules._replace(documents=variables["packed_sequence_mask"])
         elif name != "bidirectional_mask_function":
@@ -162,15 +185,19 @@ def _bounds(starts: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad((starts + rows).flatten(), (0, 1), value=len(starts) * length)
 
 
-def _of_padded(padding: _Padding, q_length: int, kv_length: int, is_self: bool) -> Tensor:
-    """Documents of padding, and between them one of each row's keys.
+def _of_padded(
+    padding: _Padding, q_length: int, kv_length: int, is_self: bool, chunk: int | None = None
+) -> Tensor:
+    """Documents of padding, and between them one of each row's keys, or one of each chunk of them.
 
     Its queries are those of the same tokens, and those of padding see nothing; or they are all.
     """
     begin, end = padding.begin, padding.end
     zero, last = torch.zeros_like(begin), torch.full_like(begin, q_length)
     if is_self:  # padding has a document for its queries and another for its keys
-        starts = [[zero, begin, begin, end, last], [zero, zero, begin, end, end]]
+        chunks = range(0, q_length, chunk or q_length)
+        keys = [torch.minimum(begin + i, end) for i in chunks]
+        starts = [[zero, begin, *keys, end, last], [zero, zero, *keys, end, end]]
     else:
         starts = [[zero, zero, last], [zero, begin, end]]
     bounds = [
@@ -185,52 +212,52 @@ def _of_packed(begins: Tensor) -> Tensor:
     return bounds.to(torch.int32)[None, :, None, None].repeat(1, 1, 1, 2)
 
 
-def _causal(
-    seen: Tensor | None,
-    count: int | Tensor,
-    q_length: int,
-    kv_length: int,
-    batch: int,
-    device: Any,
-    may_be_none: bool,
-) -> Tensor | None:
-    """count: of the keys up to that of the last query. A static cache may have more."""
-    is_static = isinstance(count, Tensor) or count != kv_length
+def _causal(step: _Step, seen: Tensor | None, chunk: _Chunk | None) -> Tensor | None:
+    count, q_length, kv_length = step.keys, step.q_length, step.kv_length
+    is_static = isinstance(count, Tensor) or count != kv_length  # a static cache has more keys
+    is_first = q_length == kv_length and not is_static  # no token came before
+    if chunk is not None and step.kv_offset + kv_length <= chunk.size:
+        chunk = None
     padding = None
     if seen is not None and not (seen.all() & (count == seen.shape[1])):
         count = int(count)
         padding = _padding(torch.nn.functional.pad(seen, (0, count - seen.shape[1])))
-        if not padding.is_run:
+        # Behind the last key come queries of padding alone, unless there were queries before.
+        if not padding.is_run or not (padding.to_last or q_length == count):
             raise _SingleScoresError
-        if not padding.to_last:
-            # Behind the last key come queries of padding alone, unless there were queries before.
-            if q_length != count:
-                raise _SingleScoresError
-            if not is_static:
-                return _of_padded(padding, q_length, kv_length, is_self=True)
-        elif torch.is_grad_enabled() and not is_static:
-            return _of_padded(padding, q_length, kv_length, is_self=q_length == kv_length)
-    elif may_be_none and not is_static:
+    elif chunk is not None:
+        zero = torch.zeros(step.batch, dtype=torch.int32, device=step.device)
+        padding = _Padding(zero, zero + kv_length, is_run=True, from_first=True, to_last=True)
+    elif step.may_be_none and not is_static:
         return None
-    counts = torch.empty(batch, dtype=torch.int32, device=device)
+    if padding is not None and chunk is not None and not is_first:
+        if q_length > 1:
+            raise _SingleScoresError
+        last = step.kv_offset + count - 1
+        first = last - (last - chunk.left_padding) % chunk.size - step.kv_offset
+        begin = torch.maximum(padding.begin, first.to(torch.int32))
+        padding = padding._replace(begin=begin, from_first=False)
+    if padding is not None and not is_static:
+        if torch.is_grad_enabled() or (is_first and (chunk is not None or not padding.to_last)):
+            size = chunk.size if chunk is not None and is_first else None
+            return _of_padded(padding, q_length, kv_length, is_first, size)
+    counts = torch.empty(step.batch, dtype=torch.int32, device=step.device)
     counts[:] = count
     of_cache = [counts] if padding is None or padding.from_first else [counts, padding.begin]
     return torch.stack(of_cache).T[:, None, None]
 
 
-def _bidirectional(
-    seen: Tensor | None, has_window: bool, q_length: int, kv_length: int
-) -> Tensor | None:
+def _bidirectional(step: _Step, seen: Tensor | None, has_window: bool) -> Tensor | None:
     if seen is None:
         return None
-    seen = torch.nn.functional.pad(seen, (0, kv_length - seen.shape[1]))
+    seen = torch.nn.functional.pad(seen, (0, step.kv_length - seen.shape[1]))
     if seen.all():
         return None
     padding = _padding(seen)
-    if not padding.is_run or (has_window and q_length != kv_length):
+    if not padding.is_run or (has_window and step.q_length != step.kv_length):
         raise _SingleScoresError
     # Without a window they may be queries of other tokens.
-    return _of_padded(padding, q_length, kv_length, is_self=has_window)
+    return _of_padded(padding, step.q_length, step.kv_length, is_self=has_window)
 
 
 @functools.cache
@@ -261,8 +288,7 @@ def _mask(
 ) -> Tensor | None:
     """Return what is visible, from what transformers knows of a step.
 
-    Positions of queries begin at q_offset, those of keys at kv_offset. attention_mask: (batch,
-    tokens so far) bool, false at padding.
+    attention_mask: (batch, tokens so far) bool, false at padding.
     """
     if config is not None and not _calls_attention(config.__class__):
         raise ValueError(
@@ -273,15 +299,16 @@ def _mask(
     try:
         rules = _rules(mask_function)
         if rules.documents is not None:
-            if seen is not None or q_length != kv_length:
+            if seen is not None or q_length != kv_length or rules.chunk is not None:
                 raise _SingleScoresError
             before = rules.documents[:, :1] - 1
             return _of_packed(rules.documents.diff(prepend=before) != 0)
+        count = q_offset + q_length - kv_offset
+        may_be_none = more.get("allow_is_causal_skip", True)
+        step = _Step(batch_size, q_length, kv_length, kv_offset, count, device, may_be_none)
         if rules.causal:
-            count = q_offset + q_length - kv_offset
-            may_be_none = more.get("allow_is_causal_skip", True)  # not where a step is compiled
-            return _causal(seen, count, q_length, kv_length, batch_size, device, may_be_none)
-        return _bidirectional(seen, rules.window, q_length, kv_length)
+            return _causal(step, seen, rules.chunk)
+        return _bidirectional(step, seen, rules.window)
     except _SingleScoresError:
         from transformers import masking_utils
 

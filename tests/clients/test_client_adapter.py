@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 BATCH, WINDOW = 3, 4
+BIDIRECTIONAL = ("bidirectional", "bidirectional window")
 Made = Callable[..., Any]
 
 
@@ -66,7 +67,7 @@ def padding_of(kind: str, total: int, random: Random) -> Tensor | None:
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("cache", ["none", "dynamic", "static", "static, in a tensor"])
 @pytest.mark.parametrize("padding", ["none", "whole", "left", "right", "both", "hole"])
-@pytest.mark.parametrize("kind", ["causal", "window", "bidirectional", "bidirectional window"])
+@pytest.mark.parametrize("kind", ["causal", "window", "chunks", *BIDIRECTIONAL])
 def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool) -> None:
     """Tokens that are no padding see the same keys as by a mask of single scores."""
     from transformers import masking_utils
@@ -77,8 +78,7 @@ def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool
         "bidirectional": masking_utils.bidirectional_mask_function,
         "bidirectional window": masking_utils.sliding_window_bidirectional_mask_function(WINDOW),
     }
-    rules = adapters._rules(functions[kind])
-    if cache != "none" and not rules.causal:
+    if cache != "none" and kind in BIDIRECTIONAL:
         pytest.skip("only what is causal has a cache")
     random = Random(f"{kind} {padding} {cache}")
     for _ in range(20):
@@ -86,6 +86,10 @@ def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool
         q_len = random.randint(3, 9) if past < 2 else random.randint(1, 9)
         total = past + q_len
         seen = padding_of(padding, total, random)
+        if kind == "chunks":
+            left = torch.zeros(BATCH) if seen is None else (seen.cumsum(1) == 0).sum(1)
+            functions[kind] = masking_utils.chunked_causal_mask_function(WINDOW, left.long())
+        rules = adapters._rules(functions[kind])
         arguments: dict[str, Any] = {
             "batch_size": BATCH,
             "q_length": q_len,
@@ -103,9 +107,13 @@ def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool
         same = visible(found, rules, *of_scores.shape[1:]) == of_scores
         real = torch.ones(BATCH, q_len, dtype=torch.bool) if seen is None else seen[:, past:]
         assert same[real].all()
-        if padding in ("none", "whole", "left") or (padding != "hole" and past == 0):
+        is_chunked = kind == "chunks" and arguments["kv_length"] > WINDOW
+        is_first = past == 0 and "static" not in cache
+        if (padding in ("none", "whole", "left") or (padding != "hole" and past == 0)) and (
+            not is_chunked or is_first or q_len == 1
+        ):
             assert found is None or found.dtype == torch.int32, "without single scores"
-        if padding in ("none", "whole") and "static" not in cache:
+        if padding in ("none", "whole") and "static" not in cache and not is_chunked:
             assert found is None
 
 
