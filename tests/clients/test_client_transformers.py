@@ -180,6 +180,22 @@ def test_generate(transformers: Any, calls: Calls, attention: str, name: str, ca
     assert_as_good_as_eager(torch.stack(made.logits, 1), *whole)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+@torch.no_grad()
+def test_continuous_batching(transformers: Any, calls: Calls, name: str) -> None:
+    """Requests that share pages and batches get the tokens that each gets alone."""
+    model = causal(transformers, name, "flash_attention_2")[0]
+    prompts = [text(1, n)[0].tolist() for n in (5, 17, 9)]
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    answers = model.generate_batch(prompts, config, progress_bar=False)
+    assert len(answers) == len(prompts)
+    together = [answers[x].generated_tokens for x in sorted(answers)]
+    assert len(calls) > 0
+    for prompt, tokens in zip(prompts, together, strict=True):
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        assert tokens == alone[0, len(prompt) :].tolist()
+
+
 def test_modernbert(transformers: Any, calls: Calls, attention: str) -> None:
     """Bidirectional, with a sliding window, on padded sequences."""
     more = {
