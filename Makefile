@@ -82,12 +82,13 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 # Clients in an environment of their own. Torch comes first, so that none of them brings another. Mamba's
-# attention is Python; its compiled scans are left out.
+# attention is Python; its compiled scans are left out, and it is built here: to look for a wheel of it,
+# its setup wants a torch with CUDA.
 $(CLIENTS_INSTALLED): pyproject.toml tests/clients/requirements.txt tests/clients/requirements-no-deps.txt
 	python3 -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install '$(TORCH)' 'setuptools>=77' wheel ninja pybind11 pytest hypothesis numpy
 	$(CLIENTS)/bin/pip install '$(TORCH)' -r tests/clients/requirements.txt
-	MAMBA_SKIP_CUDA_BUILD=TRUE $(CLIENTS)/bin/pip install --no-deps --no-build-isolation \
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(CLIENTS)/bin/pip install --no-deps --no-build-isolation \
 		-r tests/clients/requirements-no-deps.txt
 	FLASH_ATTN_SKIP_CUDA=1 FLASH_ATTN_REQUIRE_CUDA=0 $(CLIENTS)/bin/pip install --no-deps --editable .
 	touch $@
