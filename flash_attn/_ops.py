@@ -326,6 +326,8 @@ def _flash_attn_with_kvcache(
     if new is not None and not _arguments.has_no_data(q):
         problem, remember = _backends.append(problem, new, remember)
     problem = problem._replace(num_splits=num_splits)
+    if out is not None:
+        remember = None
     return _run_forward(problem, None, False, out, remember)[:2]
 
 
@@ -333,6 +335,7 @@ def remembering(
     checked: Callable[..., Any],
     signature: inspect.Signature,
     behind: tuple[Any, ...] = (),
+    destination: str | None = None,
     **renamed: str,
 ) -> Callable[..., Any]:
     """``checked``, but a call like an earlier one is launched again: a model makes the same ones
@@ -340,9 +343,11 @@ def remembering(
 
     Alike are calls of the same shapes, strides, alignment, dtypes, devices and numbers: all that
     the checks and the choice of a kernel depend on. The arguments have the names that kernels know
-    them by, or are ``renamed``; ``behind`` follows the results of a launch.
+    them by, or are ``renamed``; ``behind`` follows the results of a launch. Where the argument
+    ``destination`` is given, it is the first result, and a launch returns the others.
     """
     places = {name: i for i, name in enumerate(signature.parameters)}
+    i_destination = None if destination is None else places[destination]
     places |= {name: places[argument] for name, argument in renamed.items()}
     launches: dict[bytes | None, cuda.AnyLaunch] = {}
 
@@ -350,7 +355,11 @@ def remembering(
         key = cuda.call_key(arguments, cuda.state)
         launch = launches.get(key)
         if launch is not None:
-            return (*launch(arguments), *behind)
+            results = launch(arguments)
+            if i_destination is None or (out := arguments[i_destination]) is None:
+                return (*results, *behind)
+            cuda.count_writes((out,))
+            return (out, *results, *behind)
         if key is None:
             return checked(*arguments)
 
@@ -389,7 +398,8 @@ def _run_forward(
         )
     if out is not None:
         _arguments.check_destination("out", out, q, problem.out_shape)
-        remember = None
+        if problem.is_fp8:
+            remember = None
     return _backends.forward(problem, rng_state, return_softmax, out, remember)
 
 
@@ -940,7 +950,7 @@ flash_attn_backward, flash_attn_varlen_backward = (
 flash_attn_forward, flash_attn_varlen_forward = (
     _operator(
         f"flash_attn_{layout}_forward",
-        remembering(checked, _signature(problem_of), behind=(None,), **renamed),
+        remembering(checked, _signature(problem_of), (None,), "out", **renamed),
         problem_of,
         tuple[Tensor, Tensor, Tensor],
         _OUT,

@@ -1,13 +1,10 @@
-"""Models of Hugging Face transformers on this library, with little between them.
+"""For code that calls attention by other names than this library's.
 
-With ``attn_implementation="flash_attention_2"`` they reach it through code of transformers that, in
-each layer, looks at the positions of the tokens and waits for the GPU, and with padding or a static
-cache also copies the keys. With the implementation of this module, what depends on the batch is
-found once a step, and padded keys and static caches are read where they are::
+- ``register_with_pytorch``: ``scaled_dot_product_attention`` and what else calls PyTorch's flash
+  attention.
+- ``register_with_transformers``: an ``attn_implementation`` of Hugging Face transformers.
 
-    model.set_attn_implementation(flash_attn.adapters.register_with_transformers())
-
-``flash_attn.distributed.adapters`` has one for sequences that are divided among GPUs.
+``flash_attn.distributed.adapters`` has others for sequences that are divided among GPUs.
 """
 
 import functools
@@ -26,8 +23,46 @@ from flash_attn.flash_attn_interface import (
 )
 
 
+def register_with_pytorch(name: str = "exact") -> str:
+    """Register this library with PyTorch; return ``name``, for ``activate_flash_attention_impl``.
+
+    Once that is activated, the operators of PyTorch's flash attention run here, forward and
+    backward, with dropout, and flash attention is the first choice of
+    ``scaled_dot_product_attention``::
+
+        torch.nn.attention.activate_flash_attention_impl(register_with_pytorch())
+
+    Calls that flash attention does not take, as those with a mask, run as before. A call takes the
+    host longer than PyTorch's own. Activation uses the current GPU, so ``torch.cuda.set_device``
+    comes first. ``torch.nn.attention.restore_flash_attention_impl()`` puts PyTorch's own back.
+
+    Raises
+    ------
+    ImportError
+        Where PyTorch takes no implementations, before 2.11.
+    """
+    try:
+        from torch.nn.attention import register_flash_attention_impl
+    except ImportError as error:
+        raise ImportError(
+            f"torch is too old for register_with_pytorch: install 2.11 or newer, got "
+            f"{torch.__version__}"
+        ) from error
+    from flash_attn._sdpa import Activation
+
+    register_flash_attention_impl(name, register_fn=Activation)
+    return name
+
+
 def register_with_transformers(name: str = "exact") -> str:
-    """Register this library with transformers; return ``name``, for ``attn_implementation``.
+    """Register this library with transformers; return ``name``, for ``attn_implementation``::
+
+        model.set_attn_implementation(register_with_transformers())
+
+    "flash_attention_2" reaches this library through code of transformers that, in each layer, looks
+    at the positions of the tokens and waits for the GPU, and with padding or a static cache also
+    copies the keys. Here what depends on the batch is found once a step, and padded keys and static
+    caches are read where they are.
 
     It takes what "flash_attention_2" takes, in training and generation: causal, bidirectional and
     cross-attention, padding, packed sequences, sliding windows, softcap, attention sinks and all

@@ -416,6 +416,8 @@ def forward(
         tensors["seqused_before"] = problem.seqused_before
     prepared = _prepare(problem, operation, backend, tensors, results)
     prepared.run()
+    if "out" in tensors:
+        count_writes((out,))
     if return_probs:
         return out, lse, tiled.signed_probabilities(problem, lse, rng_state)
     if remember is not None:

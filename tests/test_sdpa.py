@@ -1,0 +1,229 @@
+"""flash_attn.adapters.register_with_pytorch: PyTorch's flash attention runs on this library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import since_torch
+from torch import Tensor
+
+from flash_attn import _ops, adapters
+
+pytestmark = since_torch(2, 11, "PyTorch takes implementations of flash attention")
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The calls that reach this library while it is active."""
+    calls: list[str] = []
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+        original = getattr(_ops, f"flash_attn_{name}")
+
+        def counted(*args: Any, original: Any = original, name: str = name, **more: Any) -> Any:
+            calls.append(name)
+            return original(*args, **more)
+
+        monkeypatch.setattr(_ops, f"flash_attn_{name}", counted)
+    torch.nn.attention.activate_flash_attention_impl(adapters.register_with_pytorch())
+    yield calls
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def inputs(
+    heads: int, heads_kv: int, seqlen: int, headdim: int, device: str, dtype: torch.dtype
+) -> Inputs:
+    """(batch, nheads, seqlen, headdim), of which k is a view of another order."""
+    torch.manual_seed(0)
+    q = torch.randn(2, heads, seqlen, headdim, device=device, dtype=dtype)
+    k = torch.randn(2, seqlen, heads_kv, headdim, device=device, dtype=dtype).transpose(1, 2)
+    v = torch.randn(2, heads_kv, seqlen, headdim, device=device, dtype=dtype)
+    return q, k, v
+
+
+def direction(out: Tensor) -> Tensor:
+    """A gradient of the output that every dtype has exactly."""
+    numbers = torch.arange(out.numel(), device=out.device) % 17 - 8
+    return (numbers / 8).to(out.dtype).view(out.shape)
+
+
+def with_gradients(attend: Callable[..., Tensor], tensors: Inputs, **options: Any) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = attend(*leaves, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, direction(out))]
+
+
+def exact(tensors: Inputs, **options: Any) -> list[Tensor]:
+    """By definition, in float64 on the CPU, where no implementation is active."""
+    doubles = tuple(x.double().cpu() for x in tensors)
+    return with_gradients(F.scaled_dot_product_attention, doubles, **options)
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
+    for x, y in zip(found, expected, strict=True):
+        assert x.shape == y.shape
+        assert (x.double().cpu() - y).abs().max() <= 2**-7 * y.abs().max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_operators_on_a_cpu(causal: bool) -> None:
+    """What is registered for CUDA tensors, called with others: results, gradients and layouts."""
+    from flash_attn._sdpa import _OPERATORS
+
+    q, k, v = inputs(4, 2, 37, 16, "cpu", torch.float64)
+    forward = _OPERATORS["_scaled_dot_product_flash_attention"]
+    backward = _OPERATORS["_scaled_dot_product_flash_attention_backward"]
+    out, lse, _, _, *lengths, state, unused, mask = forward(q, k, v, 0.0, causal)
+    assert lengths == [37, 37] and mask.numel() == 0 and out.stride() == q.stride()
+    assert state.dtype == unused.dtype == torch.uint64 and state.shape == (2,)
+    saved = (out, lse, None, None, *lengths, 0.0, causal, state, unused)
+    gradients = backward(direction(out), q, k, v, *saved)
+    assert [x.stride() for x in gradients] == [torch.empty_like(x).stride() for x in (q, k, v)]
+    expected = exact((q, k, v), is_causal=causal, enable_gqa=True)
+    torch.testing.assert_close([out, *gradients], expected)
+
+
+def test_packed_operators_on_a_cpu() -> None:
+    from flash_attn._sdpa import _OPERATORS
+
+    bounds = torch.tensor([0, 5, 5, 16], dtype=torch.int32)
+    q, k, v = (torch.randn(16, 2, 8, dtype=torch.float64) for _ in range(3))
+    forward = _OPERATORS["_flash_attention_forward"]
+    arguments = (q, k, v, bounds, bounds, 11, 11, 0.0, True, False)
+    out, lse, state, unused, _ = forward(*arguments, window_size_left=3, window_size_right=0)
+    parts = []
+    for begin, end in ((0, 5), (5, 16)):
+        apart = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        rows = (x[begin:end].transpose(0, 1) for x in (q, k, v))
+        part = F.scaled_dot_product_attention(*rows, attn_mask=(apart >= 0) & (apart <= 3))
+        parts.append(part.transpose(0, 1))
+    torch.testing.assert_close(out, torch.cat(parts))
+    into = torch.empty_like(out)
+    options = {"window_size_left": 3, "window_size_right": 0}
+    lse_too = _OPERATORS["_flash_attention_forward_no_dropout_inplace"](into, *arguments, **options)
+    assert torch.equal(into, out) and torch.equal(lse_too, lse)
+    backward = _OPERATORS["_flash_attention_backward"]
+    saved = (q, k, v, out, lse, bounds, bounds, 11, 11, 0.0, True, state, unused)
+    dv = backward(out, *saved, **options)[2]
+    torch.testing.assert_close((dv * v).sum(), (out * out).sum())
+
+
+def test_errors() -> None:
+    from flash_attn._sdpa import _OPERATORS
+
+    q = torch.randn(1, 5, 2, 8)
+    used = torch.tensor([3], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="must be None without cum_seq_q and cum_seq_k"):
+        _OPERATORS["_flash_attention_forward"](
+            q, q, q, None, None, 5, 5, 0.0, False, False, seqused_k=used
+        )
+
+
+def test_activation_ends(active: list[str]) -> None:
+    order = torch._C._get_sdp_priority_order()
+    assert order[0] == int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+    assert torch.nn.attention.current_flash_attention_impl() == "exact"
+    torch.nn.attention.restore_flash_attention_impl()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    assert torch._C._get_sdp_priority_order() != order or order[0] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("headdim", [40, 64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpu(active: list[str], causal: bool, headdim: int, dtype: torch.dtype) -> None:
+    """Of head dims that PyTorch pads, too; and again, as a call that was seen."""
+    tensors = inputs(4, 2, 150, headdim, "cuda", dtype)
+    expected = exact(tensors, is_causal=causal, enable_gqa=True)
+    for _ in range(2):
+        options = {"is_causal": causal, "enable_gqa": True}
+        assert_near(with_gradients(F.scaled_dot_product_attention, tensors, **options), expected)
+    assert active == ["forward", "backward"] * 2
+
+
+@pytest.mark.gpu
+def test_gpu_with_a_mask(active: list[str]) -> None:
+    """Flash attention takes none: as before."""
+    tensors = inputs(2, 2, 70, 64, "cuda", torch.bfloat16)
+    mask = torch.rand(70, 70, device="cuda") < 0.7
+    found = with_gradients(F.scaled_dot_product_attention, tensors, attn_mask=mask)
+    assert_near(found, exact(tensors, attn_mask=mask.cpu()))
+    assert not active
+
+
+@pytest.mark.gpu
+def test_gpu_dropout(active: list[str]) -> None:
+    """The output is linear in v: so dv is of the same mask. A seed gives the same again."""
+    q, k, v = inputs(2, 2, 200, 64, "cuda", torch.bfloat16)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(with_gradients(F.scaled_dot_product_attention, (q, k, v), dropout_p=0.3))
+    torch.testing.assert_close(found[0], found[1])
+    out, *_, dv = (x.double() for x in found[0])
+    given = (out * direction(out)).sum()
+    torch.testing.assert_close((dv * v).sum(), given, rtol=2e-2, atol=0.5)
+    assert (out - exact((q, k, v))[0].cuda()).abs().max() > 0.01
+    assert active == ["forward", "backward"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+def test_gpu_compiled(active: list[str], order: str) -> None:
+    tensors = inputs(2, 2, 130, 64, "cuda", torch.bfloat16)
+    if order == "tokens first":
+        tensors = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v, is_causal=True) + 1,
+        fullgraph=True,
+    )
+    expected = exact((tensors[0] * 2, *tensors[1:]), is_causal=True)
+    found = with_gradients(compiled, tensors)
+    assert_near([found[0] - 1, found[1] / 2, *found[2:]], expected)
+    assert active == ["forward", "backward"]
+
+
+@pytest.mark.gpu
+def test_gpu_packed(active: list[str]) -> None:
+    """torch.nn.attention.varlen, against each sequence alone."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    lengths, heads, headdim = (70, 1, 130), 2, 64
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    total = sum(lengths)
+    tensors = tuple(
+        torch.randn(total, heads, headdim, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    )
+    found = with_gradients(
+        lambda q, k, v: varlen_attn(q, k, v, bounds, bounds, 130, 130, window_size=(-1, 0)), tensors
+    )
+
+    def apart(*tensors: Tensor) -> Tensor:
+        rows = zip(*(x.split(lengths) for x in tensors), strict=True)
+        each = [
+            F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in row), is_causal=True)
+            for row in rows
+        ]
+        return torch.cat([x.transpose(0, 1) for x in each])
+
+    doubles = tuple(x.double().cpu() for x in tensors)
+    assert_near(found, with_gradients(apart, doubles))
+    assert active == ["varlen_forward", "varlen_backward"]
+
+
+@pytest.mark.gpu
+def test_benchmark(tmp_path: Path) -> None:
+    from benchmarks import sdpa
+
+    sdpa.main(["--headdim", "64", "--seqlen", "256", "--tokens", "512", "--folder", str(tmp_path)])
+    host, *rows = json.loads((tmp_path / "sdpa.json").read_text())["rows"]
+    assert len(rows) == 2 and set(host["host_forward_us"]) == {"default", "exact"}
+    assert all(set(row["training_ms"]) == {"default", "exact"} for row in rows)
