@@ -116,6 +116,32 @@ def test_mistake_after_a_good_call(error, change, options):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_out(kind):
+    """A call that writes to a tensor is launched again, into the tensor that it is given."""
+    x = inputs()
+    routed = _ops.flash_attn_forward if kind == "dense" else _ops.flash_attn_varlen_forward
+    if kind == "packed":
+        x = tuple(y.flatten(0, 1) for y in x)
+    bounds = torch.tensor([0, 60, 140], dtype=torch.int32, device="cuda")
+    lengths = () if kind == "dense" else (bounds, bounds, 80, 80)
+    call = flash_attn_func if kind == "dense" else flash_attn_varlen_func
+    expected = call(*x, *lengths, causal=True)
+    launches_of(routed).clear()
+    for seen, out in enumerate(torch.empty(3, *x[0].shape, dtype=x[0].dtype, device="cuda")):
+        version = out._version
+        given, lse, _ = call(*x, *lengths, causal=True, out=out, return_attn_probs=True)
+        assert given is out and torch.equal(out, expected) and lse.isfinite().all()
+        assert out._version > version
+        assert len(launches_of(routed)) == 1, seen
+    other = x[0].new_empty(x[0].transpose(0, 1).shape).transpose(0, 1)
+    for _ in range(2):
+        assert torch.equal(call(*x, *lengths, causal=True, out=other), expected)
+    assert torch.equal(call(*x, *lengths, causal=True), expected)
+    assert len(launches_of(routed)) == 3
+
+
+@pytest.mark.gpu
 def test_changed_value_of_a_tensor():
     """Of an option that is a tensor the value counts, not where it lies."""
     x, scale = inputs(), torch.tensor(1.0, device="cuda")
