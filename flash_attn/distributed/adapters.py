@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from flash_attn.adapters import check_name, options
+from flash_attn._transformers import check_name, options
 from flash_attn.distributed._layout import Group, Order, shard, unshard
 from flash_attn.distributed.functions import ring_flash_attn_func, ulysses_flash_attn_func
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clients.client_helpers import DEVICE, Calls, assert_as_good_as_eager
-from flash_attn import adapters
+from flash_attn import _transformers, adapters
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -25,8 +25,8 @@ BIDIRECTIONAL = ("bidirectional", "bidirectional window")
 Made = Callable[..., Any]
 
 
-def visible(mask: Tensor | None, rules: adapters._Rules, q_len: int, kv_len: int) -> Tensor:
-    """Which keys each query sees, (batch, q_len, kv_len) bool, by what ``_mask`` returned."""
+def visible(mask: Tensor | None, rules: _transformers._Rules, q_len: int, kv_len: int) -> Tensor:
+    """Which keys each query sees, (batch, q_len, kv_len) bool, by what ``mask`` returned."""
     if mask is not None and mask.dtype == torch.bool:
         return mask.expand(BATCH, 1, q_len, kv_len)[:, 0]
     if mask is None or mask.shape[1] == 1:
@@ -89,7 +89,7 @@ def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool
         if kind == "chunks":
             left = torch.zeros(BATCH) if seen is None else (seen.cumsum(1) == 0).sum(1)
             functions[kind] = masking_utils.chunked_causal_mask_function(WINDOW, left.long())
-        rules = adapters._rules(functions[kind])
+        rules = _transformers._rules(functions[kind])
         arguments: dict[str, Any] = {
             "batch_size": BATCH,
             "q_length": q_len,
@@ -100,7 +100,7 @@ def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool
             "device": DEVICE,
         }
         with torch.set_grad_enabled(grad):
-            found = adapters._mask(**arguments)
+            found = _transformers.mask(**arguments)
         scores = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
         assert scores is not None
         of_scores = scores.expand(BATCH, 1, q_len, -1)[:, 0]
@@ -128,25 +128,25 @@ def test_packed_mask(transformers: Any) -> None:
     )
     arguments = {"batch_size": BATCH, "q_length": 5, "kv_length": 5, "device": DEVICE}
     arguments["mask_function"] = function
-    found = adapters._mask(**arguments)
+    found = _transformers.mask(**arguments)
     assert found is not None and found[0, :, 0, 0].tolist() == [0, 2, 5, 10, 11, 12, 15]
     scores = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
-    assert (visible(found, adapters._rules(function), 5, 5) == scores[:, 0]).all()
+    assert (visible(found, _transformers._rules(function), 5, 5) == scores[:, 0]).all()
 
 
 def test_positions_are_looked_at_once() -> None:
     """Of a tensor that stays as it is; the same tensor with other positions is another."""
     positions = torch.tensor([[0, 1, 2, 0, 1]])
-    found = adapters._of_positions(positions)
+    found = _transformers._of_positions(positions)
     assert found is not None and found[0, :, 0, 0].tolist() == [0, 3, 5]
-    assert adapters._of_positions(positions) is found
+    assert _transformers._of_positions(positions) is found
     positions += 1
-    assert adapters._of_positions(positions) is None
+    assert _transformers._of_positions(positions) is None
     with torch.inference_mode():
         positions = torch.tensor([[0, 1, 2]])
-        assert adapters._of_positions(positions) is None
+        assert _transformers._of_positions(positions) is None
         positions[0, 2] = 0
-        assert adapters._of_positions(positions) is not None
+        assert _transformers._of_positions(positions) is not None
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_float32_without_linear_layers() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 16)
     layer = torch.nn.Module()
     layer.config = SimpleNamespace()
-    out, _ = adapters._attention(layer, q, k, v)
+    out, _ = _transformers.attention(layer, q, k, v)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
@@ -230,7 +230,7 @@ def test_errors(llama: Made) -> None:
     scores = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     for more in ({"softcap": 3.0}, {"s_aux": torch.zeros(2)}):
         with pytest.raises(ValueError, match="softcap and s_aux must be None"):
-            adapters._attention(layer, q, k, v, scores, **more)
+            _transformers.attention(layer, q, k, v, scores, **more)
     keys = torch.full((1, 1, 1, 1), 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="position_bias must be None"):
-        adapters._attention(layer, q, k, v, keys, position_bias=torch.zeros(1, 2, 5, 5))
+        _transformers.attention(layer, q, k, v, keys, position_bias=torch.zeros(1, 2, 5, 5))
