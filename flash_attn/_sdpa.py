@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn import _ops
+from flash_attn._backends import available_backends
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -24,6 +25,11 @@ class Activation:
 
     def __init__(self) -> None:
         if torch.cuda.is_available():
+            if available_backends("cuda") == ["tiled"]:
+                raise RuntimeError(
+                    f"flash_attn has no CUDA kernels for {torch.cuda.get_device_name()}, and would "
+                    "be slower than PyTorch: see Install in its documentation"
+                )
             # The first call of a process sets PyTorch's own order of backends: it has to be before.
             with torch.no_grad():
                 first = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device="cuda")

@@ -25,7 +25,8 @@ def register_with_pytorch(name: str = "exact") -> str:
 
     Calls that flash attention does not take, as those with a mask, run as before. A call takes the
     host longer than PyTorch's own. Activation uses the current GPU, so ``torch.cuda.set_device``
-    comes first. ``torch.nn.attention.restore_flash_attention_impl()`` puts PyTorch's own back.
+    comes first; without kernels for that GPU it raises RuntimeError.
+    ``torch.nn.attention.restore_flash_attention_impl()`` puts PyTorch's own back.
 
     Raises
     ------

@@ -115,7 +115,8 @@ def test_packed_operators_on_a_cpu() -> None:
     torch.testing.assert_close((dv * v).sum(), (out * out).sum())
 
 
-def test_errors() -> None:
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn import _sdpa
     from flash_attn._sdpa import _OPERATORS
 
     q = torch.randn(1, 5, 2, 8)
@@ -124,6 +125,11 @@ def test_errors() -> None:
         _OPERATORS["_flash_attention_forward"](
             q, q, q, None, None, 5, 5, 0.0, False, False, seqused_k=used
         )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(_sdpa, "available_backends", lambda device: ["tiled"])
+    with pytest.raises(RuntimeError, match="no CUDA kernels for a GPU, and would be slower"):
+        _sdpa.Activation()
 
 
 def test_activation_ends(active: list[str]) -> None:
