@@ -132,13 +132,27 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         _sdpa.Activation()
 
 
-def test_activation_ends(active: list[str]) -> None:
-    order = torch._C._get_sdp_priority_order()
-    assert order[0] == int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
-    assert torch.nn.attention.current_flash_attention_impl() == "exact"
-    torch.nn.attention.restore_flash_attention_impl()
-    assert torch.nn.attention.current_flash_attention_impl() is None
-    assert torch._C._get_sdp_priority_order() != order or order[0] == 1
+def test_activation_ends() -> None:
+    """Again and again, with PyTorch's kernels and its order of backends behind it."""
+
+    def state() -> tuple[bool, list[int], str | None]:
+        kernels = torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention")
+        order = torch._C._get_sdp_priority_order()
+        return "_sdpa.py" in kernels, order, torch.nn.attention.current_flash_attention_impl()
+
+    if torch.cuda.is_available():  # the first call of a process sets the order
+        F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 1, 8, device="cuda").bfloat16())
+    name = adapters.register_with_pytorch()
+    for _ in range(2):
+        before = state()
+        assert not before[0] and before[2] is None
+        torch.nn.attention.activate_flash_attention_impl(name)
+        is_here, order, current = state()
+        assert is_here and current == name
+        assert order != before[1]
+        assert order[0] == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+        torch.nn.attention.restore_flash_attention_impl()
+        assert state() == before
 
 
 @pytest.mark.gpu
