@@ -58,7 +58,7 @@ class BuildError(SystemExit):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel: one generated .cu file, one object, one row of _C.kernels()."""
+    """One compiled kernel: one row of _C.kernels()."""
 
     operation: str
     backend: str
@@ -71,7 +71,19 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        types = "_".join(dict.fromkeys((self.dtype, self.kv_dtype, self.out_dtype)))
+        return self._name(self.dtype, self.kv_dtype, self.out_dtype)
+
+    @property
+    def unit(self) -> str:
+        """The name of its generated .cu file and object, which kernels of fp16 and bf16 share.
+
+        The headers of a file take as long to compile as many a kernel.
+        """
+        dtypes = (self.dtype, self.kv_dtype, self.out_dtype)
+        return self._name(*("half" if dtype in ("fp16", "bf16") else dtype for dtype in dtypes))
+
+    def _name(self, *dtypes: str) -> str:
+        types = "_".join(dict.fromkeys(dtypes))
         dim = f"d{self.headdim}" + ("" if self.headdim == self.headdim_v else f"v{self.headdim_v}")
         return f"{self.backend}_{self.operation}_{types}_{dim}_{self.features}"
 
@@ -300,22 +312,37 @@ def find_ninja() -> str:
 # --- Generated sources ----------------------------------------------------------------------------
 
 
-def kernel_source(row: Kernel) -> str:
+def units(rows: Iterable[Kernel]) -> dict[str, list[Kernel]]:
+    """The kernels of each generated file."""
+    found: dict[str, list[Kernel]] = {}
+    for row in rows:
+        found.setdefault(row.unit, []).append(row)
+    return found
+
+
+def kernel_definition(row: Kernel) -> str:
     dtypes = [CPP_DTYPES[dtype] for dtype in (row.dtype, row.kv_dtype, row.out_dtype)]
     headdims = f"{row.headdim}, {row.headdim_v}"
     types = ", ".join(cpp_type for cpp_type, _ in dtypes)
     names = ", ".join(f"DType::{enumerator}" for _, enumerator in dtypes)
     row_type = f"{row.backend}::{row.operation.title()}Row"
     return f"""\
-// Written by build_support.py.
-#include "{row.backend}/{row.operation}_launch.cuh"
-
-namespace flash {{
-
 extern const Kernel {row.name} =
     make_kernel<{row_type}<{types}, {headdims}, FeatureSet::{CPP_FEATURES[row.features]}>>(
         "{row.operation}", "{row.backend}", {names}, {headdims}, "{row.features}");
+"""
 
+
+def unit_source(rows: Sequence[Kernel]) -> str:
+    """The file of kernels of one unit."""
+    definitions = "\n".join(map(kernel_definition, rows))
+    return f"""\
+// Written by build_support.py.
+#include "{rows[0].backend}/{rows[0].operation}_launch.cuh"
+
+namespace flash {{
+
+{definitions}
 }}  // namespace flash
 """
 
@@ -391,12 +418,12 @@ rule link
         target = OBJECTS / f"{name.replace('/', '_')}.o"
         lines.append(f"build {target}: host csrc/{name}.cpp | {OBJECTS}/toolchain.txt")
         objects.append(target)
-    for row in sorted(rows, key=lambda row: row.cost, reverse=True):
-        target, report = OBJECTS / f"{row.name}.o", PTXAS_REPORTS / f"{row.name}.txt"
-        source = GENERATED / f"{row.name}.cu"
+    for unit, kernels in units(sorted(rows, key=lambda row: row.cost, reverse=True)).items():
+        target, report = OBJECTS / f"{unit}.o", PTXAS_REPORTS / f"{unit}.txt"
+        source = GENERATED / f"{unit}.cu"
         lines += [
             f"build {target} | {report}: kernel {source} | {OBJECTS}/toolchain.txt",
-            f"  gencode = {compiler_targets(row.backend, archs)}",
+            f"  gencode = {compiler_targets(kernels[0].backend, archs)}",
             f"  report = {report}",
         ]
         objects.append(target)
@@ -464,7 +491,10 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
     portable = switched_on(environ, "FLASH_ATTN_PORTABLE")
     module = PORTABLE_MODULE if portable else MODULE
     cuda_version = "CUDA {}.{}\n".format(*toolkit.version)
-    inputs = [write_if_changed(GENERATED / f"{row.name}.cu", kernel_source(row)) for row in rows]
+    inputs = [
+        write_if_changed(GENERATED / f"{unit}.cu", unit_source(kernels))
+        for unit, kernels in units(rows).items()
+    ]
     inputs += [
         write_if_changed(GENERATED / "generated_kernels.h", kernels_header(rows)),
         # No path of these tools is in a command, so a change of version would go unnoticed.
@@ -515,7 +545,7 @@ def build_extension(environ: Mapping[str, str], nvcc: Path) -> Path:
 class PtxasReport:
     """What one kernel takes of one architecture."""
 
-    file: str  # Kernel.name
+    file: str  # Kernel.unit
     function: str  # mangled
     target: str  # "sm_80"
     registers: int
@@ -544,9 +574,9 @@ def read_ptxas_reports(folder: Path = ROOT / PTXAS_REPORTS) -> list[PtxasReport]
 
 def print_losses(rows: Iterable[Kernel]) -> None:
     """What ptxas says of lost performance is "info" to it, like its statistics: show it."""
-    for row in rows:
-        path = PTXAS_REPORTS / f"{row.name}.txt"
-        for report in parse_ptxas(row.name, path.read_text()):
+    for unit in units(rows):
+        path = PTXAS_REPORTS / f"{unit}.txt"
+        for report in parse_ptxas(unit, path.read_text()):
             if report.losses:
                 print(f"warning: {report}", flush=True)
 
