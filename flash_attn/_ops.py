@@ -950,7 +950,7 @@ flash_attn_backward, flash_attn_varlen_backward = (
 flash_attn_forward, flash_attn_varlen_forward = (
     _operator(
         f"flash_attn_{layout}_forward",
-        remembering(checked, _signature(problem_of), (None,), "out", **renamed),
+        remembering(checked, _signature(problem_of), behind=(None,), destination="out", **renamed),
         problem_of,
         tuple[Tensor, Tensor, Tensor],
         _OUT,

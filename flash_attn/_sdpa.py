@@ -61,6 +61,10 @@ def _enabled() -> Iterable[SDPBackend]:
         yield SDPBackend.MATH
 
 
+def _window(size: int | None) -> int:
+    return -1 if size is None else size
+
+
 def _random_state(q: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor]:
     """As PyTorch's operators return it: (2,) uint64, and what is of no use."""
     unused = q.new_empty((), dtype=torch.uint64)
@@ -91,7 +95,7 @@ def _forward(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of (batch, seqlen, nheads, headdim), or packed: (total, nheads, headdim)."""
-    left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
+    left, right = _window(window_size_left), _window(window_size_right)
     options = (dropout_p, scale, is_causal, left, right, 0.0, alibi_slopes, return_debug_mask)
     if cum_seq_q is None or cum_seq_k is None:
         if seqused_k is not None or block_table is not None:
@@ -145,7 +149,7 @@ def _backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Gradients:
-    left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
+    left, right = _window(window_size_left), _window(window_size_right)
     tensors = (grad_out, query, key, value, out, logsumexp, None, None, None)
     deterministic = torch.are_deterministic_algorithms_enabled()
     state = rng_state.view(torch.int64) if dropout_p > 0 else None

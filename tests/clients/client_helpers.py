@@ -14,6 +14,22 @@ from torch import Tensor
 
 DEVICE = os.environ.get("FLASH_ATTN_CLIENTS_DEVICE", "cpu")  # or "cuda"
 
+# A language model of transformers.
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "attention_dropout": 0.0,
+}
+
 
 def assert_as_good_as_eager(flash: Tensor, eager: Tensor, exact: Tensor, name: str = "") -> None:
     """At most twice the client's own rounding error, which eager attention in bfloat16 has.

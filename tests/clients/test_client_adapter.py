@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.client_helpers import DEVICE, Calls, assert_as_good_as_eager
+from clients.client_helpers import DEVICE, SMALL, Calls, assert_as_good_as_eager
 from flash_attn import _transformers, adapters
 
 pytestmark = pytest.mark.skipif(
@@ -152,20 +152,11 @@ def test_positions_are_looked_at_once() -> None:
 @pytest.fixture
 def llama(transformers: Any) -> Made:
     """Make models of one configuration and one set of weights."""
-    config: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.1,
-    }
     auto = transformers.AutoModelForCausalLM
-    weights = auto.from_config(transformers.LlamaConfig(**config)).state_dict()
+    weights = auto.from_config(transformers.LlamaConfig(**SMALL)).state_dict()
 
     def made(attention: str, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
-        config_of = transformers.LlamaConfig(**config | more)
+        config_of = transformers.LlamaConfig(**SMALL | more)
         model = auto.from_config(config_of, attn_implementation=attention, dtype=dtype)
         model.load_state_dict(weights)
         return model.eval()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clients.client_helpers import Calls, assert_as_good_as_eager, assert_gradients
+from clients.client_helpers import SMALL, Calls, assert_as_good_as_eager, assert_gradients
 from flash_attn import adapters
 
 # Not imported yet: it looks for flash-attn's metadata then, which test_transformers.py may write.
@@ -18,20 +18,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "attention_dropout": 0.0,
-}
 HEADDIM = {"head_dim": 16}
 WINDOW = {"sliding_window": 8}
 # All experts: which ones are chosen is a decision that rounding would flip.
