@@ -3,15 +3,17 @@
     python examples/serve.py                # tokens/s
     python examples/serve.py --check        # and whether the tokens are right
     python examples/serve.py --contiguous   # a cache with room for the longest request in each slot
+    python examples/serve.py --eager        # no CUDA graph
 
 A small Llama with random weights decodes greedily. A request takes a free slot of the batch and
 pages for all its tokens; its prompt is one call of flash_attn_with_kvcache, then it gets a token in
 each step of the batch. That one call rotates, appends and attends, for prompts and steps alike.
 
-The step always has the shape of the full batch: slots that are not in use have length -1. That is
-what a CUDA graph would need. It also makes the check exact: kernels are chosen by shapes alone, and
-compute each row of the batch from that row alone, so a request gets the same bits beside others as
-by itself, and the first token that differs is an error and no rounding.
+The step always has the shape of the full batch: slots that are not in use have length -1. So on a
+GPU all steps are one CUDA graph, which reads lengths and pages where they are replaced. It also
+makes the check exact: kernels are chosen by shapes alone, and compute each row of the batch from
+that row alone, so a request gets the same bits beside others as by itself, and the first token that
+differs is an error and no rounding.
 """
 
 import argparse
@@ -113,27 +115,50 @@ class Cache:
         self.free += [page for page in self.table[slot].tolist() if page >= 0]
         self.table[slot] = -1
 
-    def where(self, slots: slice, device: str) -> dict[str, Any]:
-        table = self.table[slots].to(device)
+    def where(self, table: Tensor) -> dict[str, Any]:
         return {"block_table": table} if self.paged else {"cache_batch_idx": table[:, 0]}
 
 
+def captured(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[..., Tensor]:
+    """The function as one CUDA graph, of tensors of the shapes and dtypes of ``inputs``."""
+    places = [x.cuda() for x in inputs]  # where the graph finds its inputs
+    function(*places)  # what first calls set up is not captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(*places)
+
+    def replay(*inputs: Tensor) -> Tensor:
+        for place, x in zip(places, inputs, strict=True):
+            place.copy_(x)
+        graph.replay()
+        return result
+
+    return replay
+
+
 class Server:
-    def __init__(self, model: Llama, cache: Cache, batch: int) -> None:
+    def __init__(self, model: Llama, cache: Cache, batch: int, graph: bool) -> None:
         weight = model.head.weight
-        self.model, self.cache, self.device = model, cache, str(weight.device)
+        self.model, self.cache, self.device = model, cache, weight.device
         self.k, self.v = weight.new_empty(2, len(model.layers), *cache.shape, *model.kv_shape)
         frequencies = 10000 ** (-torch.arange(0, HEADDIM, 2) / HEADDIM)
         rows = cache.page_size * cache.table.shape[1]  # that a sequence may have
         angles = torch.outer(torch.arange(rows), frequencies).to(weight.device)
         self.rotary = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
         self.lengths = torch.full((batch,), -1, dtype=torch.int32)  # in the cache, -1: not in use
+        self.step: Callable[..., Tensor] = self.next_tokens
+        if graph:
+            tokens = torch.zeros(batch, 1, dtype=torch.long)
+            self.step = captured(self.next_tokens, tokens, self.lengths, cache.table)
 
     @torch.inference_mode()
-    def feed(self, tokens: Tensor, slots: slice) -> list[int]:
-        """Append tokens (slots, seqlen) and attend to all there are. The next token of each."""
-        where = self.cache.where(slots, self.device)
-        lengths = self.lengths[slots].to(self.device)
+    def next_tokens(self, *inputs: Tensor) -> Tensor:
+        """Append tokens (slots, seqlen) and attend to all there are. The next token of each slot.
+
+        The slots' lengths and rows of the page table are the other inputs.
+        """
+        tokens, lengths, table = (x.to(self.device) for x in inputs)
+        where = self.cache.where(table)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return flash_attn_with_kvcache(
@@ -143,9 +168,13 @@ class Server:
                 rotary_interleaved=False,
             )
 
-        hidden = self.model(tokens.to(self.device), attend)[:, -1]
-        self.lengths[slots] += (self.lengths[slots] >= 0) * tokens.shape[1]
-        return self.model.head(hidden).argmax(-1).tolist()
+        return self.model.head(self.model(tokens, attend)[:, -1]).argmax(-1)
+
+    def feed(self, run: Callable[..., Tensor], tokens: Tensor, slots: slice) -> list[int]:
+        lengths = self.lengths[slots]
+        result = run(tokens, lengths, self.cache.table[slots]).tolist()
+        lengths += (lengths >= 0) * tokens.shape[1]
+        return result
 
     def serve(self, requests: Sequence[Request]) -> None:
         """Fill in the requests' tokens."""
@@ -157,11 +186,11 @@ class Server:
                 running[slot] = waiting.popleft()
                 self.lengths[slot] = 0
                 prompt = torch.tensor([running[slot].prompt])
-                running[slot].tokens += self.feed(prompt, slice(slot, slot + 1))
+                running[slot].tokens += self.feed(self.next_tokens, prompt, slice(slot, slot + 1))
             last = torch.zeros(len(self.lengths), 1, dtype=torch.long)
             for slot, request in running.items():
                 last[slot] = request.tokens[-1]
-            tokens = self.feed(last, slice(None))
+            tokens = self.feed(self.step, last, slice(None))
             for slot, request in list(running.items()):
                 if len(request.tokens) < request.new_tokens:
                     request.tokens.append(tokens[slot])
@@ -224,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--group", type=int, default=4 if has_gpu else 2, help="query heads of a key head")
     add("--page-size", type=int, default=16)
     add("--contiguous", action="store_true", help="a static cache in place of pages")
+    add("--eager", action="store_true", help="steps that are no CUDA graph")
     add(
         "--check",
         action="store_true",
@@ -236,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = Llama(args.layers, args.hidden, args.group).to(args.device, dtype)
     longest = args.prompt + args.new
     cache = Cache(args.batch, longest, None if args.contiguous else args.page_size)
-    server = Server(model, cache, args.batch)
+    server = Server(model, cache, args.batch, args.device.startswith("cuda") and not args.eager)
 
     def random(most: int) -> int:
         return int(torch.randint(-(-most // 4), most + 1, ()))

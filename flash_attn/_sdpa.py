@@ -5,6 +5,7 @@
 """
 
 import atexit
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn import _ops
-from flash_attn._backends import available_backends
+from flash_attn._backends import Remember, available_backends
+from flash_attn._backends.cuda import AnyPrepared, Prepared
+from flash_attn._backends.philox import draw_rng_state
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -65,12 +68,25 @@ def _window(size: int | None) -> int:
     return -1 if size is None else size
 
 
-def _random_state(q: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As PyTorch's operators return it: (2,) uint64, and what is of no use."""
-    unused = q.new_empty((), dtype=torch.uint64)
-    if rng_state is None:
-        return q.new_empty(2, dtype=torch.uint64), unused
-    return rng_state.view(torch.uint64), unused
+@functools.cache
+def _empty(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Of no element. The one of uint64 makes others: without a dtype new_empty takes less time."""
+    with torch.inference_mode(False):  # for any call after the first
+        return torch.empty(0, device=device, dtype=dtype)
+
+
+def _others(
+    q: Tensor, debug_mask: Tensor | None, rng_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What PyTorch's operators return behind out and logsumexp.
+
+    A state (2,) uint64, () uint64 that is of no use, and the mask.
+    """
+    device = q.device
+    numbers = _empty(device, torch.uint64)
+    state = numbers.new_empty(2) if rng_state is None else rng_state.view(torch.uint64)
+    mask = _empty(device, q.dtype) if debug_mask is None else debug_mask
+    return state, numbers.new_empty(()), mask
 
 
 def _forward(
@@ -119,10 +135,8 @@ def _forward(
             num_splits=num_splits or 0,
             out=out,
         )
-    out, lse, debug_mask, rng_state = results
-    if debug_mask is None:
-        debug_mask = query.new_empty(0)
-    return out, lse, *_random_state(query, rng_state), debug_mask
+    out, lse, *others = results
+    return out, lse, *_others(query, *others)
 
 
 def _forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -160,6 +174,85 @@ def _backward(
     return _ops.flash_attn_varlen_backward(*tensors, *lengths, *options)[:3]
 
 
+# ---- heads before tokens -------------------------------------------------------------------------
+
+
+def _by_tokens(remember: Remember | None, *given: Tensor) -> tuple[list[Any], Remember | None]:
+    """Views (batch, seqlen, nheads, headdim) of tensors (batch, nheads, seqlen, headdim).
+
+    And what remembers a call with the views as one with the tensors, which then needs no views.
+    """
+    views = [x.transpose(1, 2) for x in given]
+    if remember is None:
+        return views, None
+    tensor_of = {id(view): x for view, x in zip(views, given, strict=True)}
+
+    def remember_given(prepared: AnyPrepared) -> None:
+        if not isinstance(prepared, Prepared):
+            return
+        tensors = {name: tensor_of.get(id(x), x) for name, x in prepared.tensors.items()}
+        for name, like in prepared.like.items():  # as a launch makes it: does it lie the same way?
+            result = torch.empty_like(tensors[like]).transpose(1, 2)
+            if result.stride() != prepared.results[name].stride():
+                return
+        remember(prepared._replace(tensors=tensors))
+
+    return views, remember_given
+
+
+@torch.no_grad()
+def _checked_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    causal: bool,
+    return_debug_mask: bool,
+    softmax_scale: float | None,
+    rng_state: Tensor | None,
+    out: Tensor,
+    *,
+    remember: Remember | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    (*views, out_view), remember = _by_tokens(remember, q, k, v, out)
+    options = (dropout_p, softmax_scale, causal, -1, -1, 0.0, None, return_debug_mask)
+    behind = (None, False, None, None, None, 0, rng_state, out_view)
+    return out, *_ops._dense_forward(*views, *options, *behind, remember=remember)[1:]
+
+
+@torch.no_grad()
+def _checked_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dropout_p: float,
+    causal: bool,
+    softmax_scale: float | None,
+    deterministic: bool,
+    rng_state: Tensor | None,
+    *,
+    remember: Remember | None = None,
+) -> tuple[Tensor, ...]:
+    views, remember = _by_tokens(remember, dout, q, k, v, out)
+    window: Any = (-1, -1)
+    options = (dropout_p, softmax_scale, causal, *window, 0.0, None, deterministic, rng_state)
+    tensors: Any = (*views, lse, None, None, None)
+    results = _ops._dense_backward(*tensors, *options, remember=remember)
+    return *(x.transpose(1, 2) for x in results[:3]), results[3]
+
+
+_heads_first_forward, _heads_first_backward = (
+    _ops.remembering(checked, _ops._signature(checked), behind, destination)
+    for checked, behind, destination in (
+        (_checked_forward, (None,), "out"),
+        (_checked_backward, (), None),
+    )
+)
+
+
 def _scaled_dot_product(
     query: Tensor,
     key: Tensor,
@@ -171,24 +264,12 @@ def _scaled_dot_product(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Of (batch, nheads, seqlen, headdim), with an output of the layout of ``query``."""
+    state = draw_rng_state(query.device) if dropout_p > 0 else None
+    options: Any = (dropout_p, is_causal, return_debug_mask, scale, state)
     out = torch.empty_like(query)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    max_q, max_k = query.shape[2], key.shape[2]
-    _, lse, rng_state, unused, debug_mask = _forward(
-        q,
-        k,
-        v,
-        None,
-        None,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        return_debug_mask,
-        scale=scale,
-        out=out.transpose(1, 2),
-    )
-    return out, lse, None, None, max_q, max_k, rng_state, unused, debug_mask
+    _, lse, debug_mask = _heads_first_forward(query, key, value, *options, out)
+    lengths = (query.shape[2], key.shape[2])
+    return out, lse, None, None, *lengths, *_others(query, debug_mask, state)
 
 
 def _scaled_dot_product_backward(
@@ -197,12 +278,27 @@ def _scaled_dot_product_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
-    *others: Any,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
     scale: float | None = None,
 ) -> Gradients:
-    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    dq, dk, dv = _backward(dout, q, k, v, o, *others, scale=scale)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    state = rng_state.view(torch.int64) if dropout_p > 0 else None
+    tensors = (grad_out, query, key, value, out, logsumexp)
+    options = (dropout_p, is_causal, scale, deterministic, state)
+    dq, dk, dv, _ = _heads_first_backward(*tensors, *options)
+    return dq, dk, dv
+
+
+# ---- registration --------------------------------------------------------------------------------
 
 
 def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,6 +315,6 @@ _OPERATORS = {
     "_flash_attention_forward": _below_autograd(_forward),
     "_flash_attention_forward_no_dropout_inplace": _below_autograd(_forward_into),
     "_flash_attention_backward": _below_autograd(_backward),
-    "_scaled_dot_product_flash_attention": _below_autograd(_scaled_dot_product),
-    "_scaled_dot_product_flash_attention_backward": _below_autograd(_scaled_dot_product_backward),
+    "_scaled_dot_product_flash_attention": _scaled_dot_product,
+    "_scaled_dot_product_flash_attention_backward": _scaled_dot_product_backward,
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,32 @@ from helpers import since_torch
 from torch import Tensor
 
 from flash_attn import _ops, adapters
+from flash_attn._backends.cuda import Prepared
 
 pytestmark = since_torch(2, 11, "PyTorch takes implementations of flash attention")
 
 Inputs = tuple[Tensor, Tensor, Tensor]
+CALLS = ["heads_first_forward", "heads_first_backward"]  # of a training step
 
 
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The calls that reach this library while it is active."""
-    calls: list[str] = []
-    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
-        original = getattr(_ops, f"flash_attn_{name}")
+    from flash_attn import _sdpa
 
-        def counted(*args: Any, original: Any = original, name: str = name, **more: Any) -> Any:
+    calls: list[str] = []
+    prefixes = {"heads_first": (_sdpa, "_heads_first"), "varlen": (_ops, "flash_attn_varlen")}
+    for kind, direction in itertools.product(prefixes, ("forward", "backward")):
+        module, prefix = prefixes[kind]
+        original = getattr(module, f"{prefix}_{direction}")
+
+        def counted(
+            *args: Any, original: Any = original, name: str = f"{kind}_{direction}", **more: Any
+        ) -> Any:
             calls.append(name)
             return original(*args, **more)
 
-        monkeypatch.setattr(_ops, f"flash_attn_{name}", counted)
+        monkeypatch.setattr(module, f"{prefix}_{direction}", counted)
     torch.nn.attention.activate_flash_attention_impl(adapters.register_with_pytorch())
     yield calls
     torch.nn.attention.restore_flash_attention_impl()
@@ -88,6 +98,19 @@ def test_operators_on_a_cpu(causal: bool) -> None:
     assert [x.stride() for x in gradients] == [torch.empty_like(x).stride() for x in (q, k, v)]
     expected = exact((q, k, v), is_causal=causal, enable_gqa=True)
     torch.testing.assert_close([out, *gradients], expected)
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_what_is_remembered(expanded: bool) -> None:
+    """A gradient is made like its input: only where it then lies as that of the first call."""
+    from flash_attn._sdpa import _by_tokens
+
+    q = torch.randn(2, 1 if expanded else 4, 37, 16).expand(-1, 4, -1, -1)
+    remembered: list[Any] = []
+    (view,), remember = _by_tokens(remembered.append, q)
+    assert remember is not None and view.shape == (2, 37, 4, 16)
+    remember(Prepared(None, {"q": view}, {"dq": torch.empty_like(view)}, {"dq": "q"}))
+    assert [prepared.tensors["q"] is q for prepared in remembered] == [True] * (not expanded)
 
 
 def test_packed_operators_on_a_cpu() -> None:
@@ -159,14 +182,44 @@ def test_activation_ends() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("headdim", [40, 64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_gpu(active: list[str], causal: bool, headdim: int, dtype: torch.dtype) -> None:
+def test_gpu(
+    active: list[str],
+    causal: bool,
+    headdim: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of head dims that PyTorch pads, too; and again, as a call that was seen."""
     tensors = inputs(4, 2, 150, headdim, "cuda", dtype)
     expected = exact(tensors, is_causal=causal, enable_gqa=True)
     for _ in range(2):
         options = {"is_causal": causal, "enable_gqa": True}
         assert_near(with_gradients(F.scaled_dot_product_attention, tensors, **options), expected)
-    assert active == ["forward", "backward"] * 2
+        for checked in ("_dense_forward", "_dense_backward"):  # a call that was seen is launched
+            monkeypatch.setattr(_ops, checked, None)
+    assert active == CALLS * 2
+
+
+LAYOUTS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+    "packed": lambda randn: randn(2, 90, 3, 4, 64).permute(2, 0, 3, 1, 4),
+    "parts of longer sequences": lambda randn: randn(3, 2, 4, 100, 64)[:, :, :, 7:97],
+    "as many heads as tokens": lambda randn: randn(3, 2, 8, 8, 64),
+    "one head": lambda randn: randn(3, 2, 1, 90, 64),
+    "one token": lambda randn: randn(3, 2, 4, 1, 64),
+    "one key head for all": lambda randn: randn(3, 2, 1, 90, 64).expand(-1, -1, 4, -1, -1),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_layouts(active: list[str], layout: str) -> None:
+    """Three calls alike, which are remembered by how the tensors lie with heads before tokens."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v = LAYOUTS[layout](partial(torch.randn, device="cuda", dtype=torch.bfloat16))
+        found = with_gradients(F.scaled_dot_product_attention, (q, k, v))
+        assert_near(found, exact((q, k, v)))
+    assert active == CALLS * 3
 
 
 @pytest.mark.gpu
@@ -192,7 +245,7 @@ def test_gpu_dropout(active: list[str]) -> None:
     given = (out * direction(out)).sum()
     torch.testing.assert_close((dv * v).sum(), given, rtol=2e-2, atol=0.5)
     assert (out - exact((q, k, v))[0].cuda()).abs().max() > 0.01
-    assert active == ["forward", "backward"] * 2
+    assert active == CALLS * 2
 
 
 @pytest.mark.gpu
@@ -208,7 +261,7 @@ def test_gpu_compiled(active: list[str], order: str) -> None:
     expected = exact((tensors[0] * 2, *tensors[1:]), is_causal=True)
     found = with_gradients(compiled, tensors)
     assert_near([found[0] - 1, found[1] / 2, *found[2:]], expected)
-    assert active == ["forward", "backward"]
+    assert active == CALLS
 
 
 @pytest.mark.gpu
