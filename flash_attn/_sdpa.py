@@ -41,15 +41,19 @@ class Activation:
         for name, function in _OPERATORS.items():
             if hasattr(torch.ops.aten, name):
                 self._kernels.impl(name, function, "CUDA")
-        self._order = ExitStack()
-        self._order.enter_context(sdpa_kernel([*_enabled()], set_priority=True))
-        atexit.register(self._order.close)  # while PyTorch is there
+        self._settings = ExitStack()
+        self._settings.enter_context(sdpa_kernel([*_enabled()], set_priority=True))
+        # PyTorch keeps compiled code on disk, by a key that does not tell which backend it took.
+        config: Any = torch.compiler.config
+        tag = f"{config.cache_key_tag}, flash_attn"
+        self._settings.enter_context(config.patch(cache_key_tag=tag))
+        atexit.register(self._settings.close)  # while PyTorch is there
 
     def remove(self) -> None:
         """Put PyTorch's operators and their order back."""
         self._kernels = None
-        self._order.close()
-        atexit.unregister(self._order.close)
+        self._settings.close()
+        atexit.unregister(self._settings.close)
 
 
 def _enabled() -> Iterable[SDPBackend]:

@@ -24,8 +24,9 @@ def register_with_pytorch(name: str = "exact") -> str:
         torch.nn.attention.activate_flash_attention_impl(register_with_pytorch())
 
     Calls that flash attention does not take, as those with a mask, run as before. A call takes the
-    host longer than PyTorch's own. Activation uses the current GPU, so ``torch.cuda.set_device``
-    comes first; without kernels for that GPU it raises RuntimeError.
+    host longer than PyTorch's own. ``torch.compile`` chooses when it compiles: what was compiled
+    before the activation runs as before. Activation uses the current GPU, so
+    ``torch.cuda.set_device`` comes first; without kernels for that GPU it raises RuntimeError.
     ``torch.nn.attention.restore_flash_attention_impl()`` puts PyTorch's own back.
 
     Raises

@@ -4,8 +4,9 @@ Names, order and defaults of the arguments, and the results, are FlashAttention-
 errors are those of ``flash_attn``'s functions of the same names. Beyond FlashAttention-3 there are
 attention sinks (``s_aux``, keyword-only), every device and dtype of ``flash_attn``, and derivatives
 of softmax_lse. Not there, and refused with NotImplementedError: ``qv``, ``attention_chunk``,
-``seqused_q``, ``cu_seqlens_k_new`` and ``rotary_seqlens``. ``pack_gqa``, ``sm_margin`` and
-``scheduler_metadata`` are accepted and change nothing: ``flash_attn`` schedules its kernels itself.
+``seqused_q``, ``rotary_seqlens``, and ``cu_seqlens_k_new`` with new keys. ``pack_gqa``,
+``sm_margin`` and ``scheduler_metadata`` are accepted and change nothing: ``flash_attn`` schedules
+its kernels itself.
 """
 
 from typing import Any
@@ -182,7 +183,7 @@ def _flash_attn_forward(
 ) -> _Result:
     """What the functions above have in common: out, softmax_lse and two empty tensors."""
     _refuse(
-        qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q,
+        qv=qv, cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new, seqused_q=seqused_q,
         rotary_seqlens=seqlens_rotary, attention_chunk=attention_chunk or None,
     )
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}

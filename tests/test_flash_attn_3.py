@@ -278,6 +278,9 @@ def test_kvcache_with_packed_queries(fa3, device, paged, leftpad):
         cache_leftpad=first,
         page_table=table,
         cu_seqlens_q=problem.cu_seqlens_q,
+        cu_seqlens_k_new=problem.cu_seqlens_q
+        if paged
+        else None,  # as servers pass it, without keys
         max_seqlen_q=10,
         causal=True,
         return_softmax_lse=True,

@@ -158,10 +158,11 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_activation_ends() -> None:
     """Again and again, with PyTorch's kernels and its order of backends behind it."""
 
-    def state() -> tuple[bool, list[int], str | None]:
+    def state() -> tuple[bool, list[int], str | None, str]:
         kernels = torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention")
         order = torch._C._get_sdp_priority_order()
-        return "_sdpa.py" in kernels, order, torch.nn.attention.current_flash_attention_impl()
+        current = torch.nn.attention.current_flash_attention_impl()
+        return "_sdpa.py" in kernels, order, current, torch.compiler.config.cache_key_tag
 
     if torch.cuda.is_available():  # the first call of a process sets the order
         F.scaled_dot_product_attention(*torch.zeros(3, 1, 1, 1, 8, device="cuda").bfloat16())
@@ -170,9 +171,9 @@ def test_activation_ends() -> None:
         before = state()
         assert not before[0] and before[2] is None
         torch.nn.attention.activate_flash_attention_impl(name)
-        is_here, order, current = state()
+        is_here, order, current, tag = state()
         assert is_here and current == name
-        assert order != before[1]
+        assert order != before[1] and tag != before[3]
         assert order[0] == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
         torch.nn.attention.restore_flash_attention_impl()
         assert state() == before
@@ -262,6 +263,37 @@ def test_gpu_compiled(active: list[str], order: str) -> None:
     found = with_gradients(compiled, tensors)
     assert_near([found[0] - 1, found[1] / 2, *found[2:]], expected)
     assert active == CALLS
+
+
+@pytest.mark.gpu
+def test_gpu_compiled_into_graphs(active: list[str]) -> None:
+    """Of a forward and a backward, that are warmed up, captured, and then replayed."""
+    compiled = torch.compile(F.scaled_dot_product_attention, mode="reduce-overhead")
+    for seed in range(5):
+        torch.manual_seed(seed)
+        tensors = torch.randn(3, 2, 4, 130, 64, device="cuda", dtype=torch.bfloat16).unbind()
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_near(with_gradients(compiled, tensors), exact(tensors))
+    assert active and active == CALLS * (len(active) // 2)
+
+
+@pytest.mark.gpu
+def test_gpu_compiled_code_on_disk(active: list[str]) -> None:
+    """PyTorch's key of it does not tell the backend: code of others is not found, nor by others."""
+    tensors = inputs(2, 2, 130, 64, "cuda", torch.bfloat16)
+
+    def run() -> None:
+        torch._dynamo.reset()
+        with_gradients(torch.compile(lambda *x: F.scaled_dot_product_attention(*x) + 2), tensors)
+
+    for _ in range(2):
+        torch.nn.attention.restore_flash_attention_impl()
+        run()
+        assert not active
+        torch.nn.attention.activate_flash_attention_impl(adapters.register_with_pytorch())
+        run()
+        assert active == CALLS
+        active.clear()
 
 
 @pytest.mark.gpu
