@@ -138,7 +138,7 @@ def test_each_direction_where_it_has_a_kernel(build):
     with _backends.use_backend("sm80"):
         with pytest.raises(NotImplementedError, match="no backward kernel.* 65 .*'tiled'"):
             _backends.choose(problem(65), "backward")
-        with pytest.raises(ValueError, match="up to 256, got 300 and 64"):
+        with pytest.raises(NotImplementedError, match="up to 256, got 300 and 64"):
             _backends.choose(problem(300, 64))
 
 

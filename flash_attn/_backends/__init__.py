@@ -177,7 +177,7 @@ def _forced_backend(problem: Attention, forced: str, operation: str) -> str:
     if forced == "tiled":
         return forced
     if problem.headdim > MAX_HEADDIM or problem.headdim_v > MAX_HEADDIM:
-        raise ValueError(
+        raise NotImplementedError(
             f"the {forced} backend takes head dimensions of q, k and v up to {MAX_HEADDIM}, "
             f"got {problem.headdim} and {problem.headdim_v}; use_backend('tiled') takes any"
         )

@@ -5,7 +5,8 @@ Each rank holds some of the tokens (``shard``) and calls the same function, with
 
 - ``ring_flash_attn_func``: keys and values come to each rank. Any number of ranks. On a mesh of two
   dimensions: heads within a node, rings between nodes.
-- ``ulysses_flash_attn_func``: each rank takes some heads. At most as many ranks as heads.
+- ``ulysses_flash_attn_func``: each rank takes some heads, whose number must be a multiple of
+  the number of ranks.
 
 docs/scale-out.md says when to use which.
 """
