@@ -53,7 +53,9 @@ def options(
 # - of a cache, (batch, 1, 1, 1 or 2): how many keys each row has; with padding, the first of them
 # - of documents, (1, n + 1, 1, 2): where each begins, and the last ends, in all queries and keys
 #
-# None leaves what is causal and in the window. A bool is a mask of single scores.
+# Where nothing is causal, the third dimension is 2. (Layers say so too, but not all of them as
+# their model makes its masks.) The window is the layer's. None leaves both to the layer. A bool is
+# a mask of single scores.
 
 
 class _SingleScoresError(Exception):
@@ -100,11 +102,14 @@ class _Padding(NamedTuple):
 
 def _leaves(mask_function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the variables of each function whose intersection a mask function is."""
+    if not inspect.isfunction(mask_function) or (
+        mask_function.__module__ != "transformers.masking_utils"
+    ):
+        yield "", {}
+        return
     name = mask_function.__qualname__.partition(".")[0]
     variables = dict(inspect.getclosurevars(mask_function).nonlocals)
-    if mask_function.__module__ != "transformers.masking_utils":
-        yield "", {}
-    elif name == "and_masks":
+    if name == "and_masks":
         for function in variables["mask_functions"]:
             yield from _leaves(function)
     else:
@@ -112,8 +117,9 @@ def _leaves(mask_function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, 
 
 
 def _rules(mask_function: Callable[..., Any]) -> _Rules:
-    rules = _Rules()
+    rules, names = _Rules(), set()
     for name, variables in _leaves(mask_function):
+        names.add(name)
         if name == "causal_mask_function":
             rules = rules._replace(causal=True)
         elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
@@ -125,13 +131,19 @@ def _rules(mask_function: Callable[..., Any]) -> _Rules:
             rules = rules._replace(documents=variables["packed_sequence_mask"])
         elif name != "bidirectional_mask_function":
             raise _SingleScoresError
+    if "sliding_window_overlay" in names and not rules.causal:  # which bounds one side alone
+        raise _SingleScoresError
     return rules
 
 
 def _padding(seen: Tensor) -> _Padding:
-    """Of (batch, keys) bool, false at padding. Waits for the GPU."""
+    """Of (batch, keys) bool, false at padding. Waits for the GPU.
+
+    Where all is padding, the keys of the row begin and end behind it.
+    """
     count = seen.sum(1, dtype=torch.int32)
     begin = seen.to(torch.int8).argmax(1).to(torch.int32)
+    begin = begin.masked_fill(count == 0, seen.shape[1])
     end, place = begin + count, torch.arange(seen.shape[1], device=seen.device)
     run = (place >= begin[:, None]) & (place < end[:, None])
     answers = [(run == seen).all(), (begin == 0).all(), (end == seen.shape[1]).all()]
@@ -219,16 +231,31 @@ def _bidirectional(step: _Step, seen: Tensor | None, has_window: bool) -> Tensor
     return _of_padded(padding, step.q_length, step.kv_length, is_self=has_window)
 
 
-@functools.cache
-def _calls_attention(config_class: type) -> bool:
-    """Whether its models call an attention that is registered, as far as they say."""
-    from transformers import MODEL_MAPPING
+def _subclasses(base: Any) -> Iterator[Any]:
+    for found in base.__subclasses__():
+        yield found
+        yield from _subclasses(found)
 
-    if config_class not in MODEL_MAPPING:
-        return True
-    found = MODEL_MAPPING[config_class]
-    models = found if isinstance(found, (list, tuple)) else [found]
-    return any(bool(x._supports_attention_backend or x._supports_flash_attn) for x in models)
+
+@functools.cache
+def _masks_of(config_class: type) -> str:
+    """What its models do with a mask, as far as they say.
+
+    "any": they hand it on. "scores": they may read it, so that it has to be one of single scores.
+    "own": they call no attention that is registered, or need more of a mask than that.
+    """
+    from transformers import PreTrainedModel
+
+    everyone = _subclasses(PreTrainedModel)
+    models = [x for x in everyone if getattr(x, "config_class", None) is config_class]
+    # Llama 4 says no for its chunks alone, which flash_attention_2 does not have.
+    if not models or config_class.__name__.startswith("Llama4"):
+        return "any"
+    if any(x._supports_flash_attn for x in models):
+        return "any"
+    if any(x._supports_attention_backend and x._supports_sdpa for x in models):
+        return "scores"
+    return "own"
 
 
 @torch.compiler.disable
@@ -249,29 +276,36 @@ def mask(
 
     attention_mask: (batch, tokens so far) bool, false at padding.
     """
-    if config is not None and not _calls_attention(config.__class__):
+    masks = "any" if config is None else _masks_of(config.__class__)
+    if masks == "own":
         raise ValueError(
             f"attn_implementation must be 'eager' or 'sdpa' of models that have code of their own, "
             f"as those of {type(config).__name__} do, got {config._attn_implementation!r}"
         )
     seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
     try:
+        if masks == "scores":
+            raise _SingleScoresError
         rules = _rules(mask_function)
         if rules.documents is not None:
             if seen is not None or q_length != kv_length or rules.chunk is not None:
                 raise _SingleScoresError
             before = rules.documents[:, :1] - 1
-            return _of_packed(rules.documents.diff(prepend=before) != 0)
-        count = q_offset + q_length - kv_offset
-        may_be_none = more.get("allow_is_causal_skip", True)
-        step = _Step(batch_size, q_length, kv_length, kv_offset, count, device, may_be_none)
-        if rules.causal:
-            return _causal(step, seen, rules.chunk)
-        return _bidirectional(step, seen, rules.window)
+            found: Tensor | None = _of_packed(rules.documents.diff(prepend=before) != 0)
+        else:
+            count = q_offset + q_length - kv_offset
+            may_be_none = more.get("allow_is_causal_skip", True)
+            step = _Step(batch_size, q_length, kv_length, kv_offset, count, device, may_be_none)
+            if rules.causal:
+                found = _causal(step, seen, rules.chunk)
+            else:
+                found = _bidirectional(step, seen, rules.window)
+        return found if found is None or rules.causal else found.expand(-1, -1, 2, -1)
     except _SingleScoresError:
         from transformers import masking_utils
 
-        more |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        if masks == "any":
+            more |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return masking_utils.sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -288,23 +322,32 @@ def mask(
 
 # ---- attention: in each layer --------------------------------------------------------------------
 
-# The last positions that were looked at, their version, and what is visible by them: all layers of
-# a step have the same tensor.
-_seen_positions: tuple[Callable[[], Tensor | None], int, Tensor | None] = (lambda: None, 0, None)
+
+class _SeenPositions(NamedTuple):
+    """The last positions that were looked at: all layers of a step have the same tensor."""
+
+    position_ids: Callable[[], Tensor | None]
+    version: int
+    layer: Callable[[], torch.nn.Module | None]  # that asked: when it does again, it is a new step
+    found: Tensor | None
+
+
+_seen_positions = _SeenPositions(lambda: None, 0, lambda: None, None)
 
 
 @torch.compiler.disable
-def _of_positions(position_ids: Tensor) -> Tensor | None:
+def _of_positions(position_ids: Tensor, layer: torch.nn.Module) -> Tensor | None:
     """Documents of one row, which begin where positions are 0; None of one. Waits for the GPU."""
     global _seen_positions
     version = -1 if position_ids.is_inference() else position_ids._version
-    seen, seen_version, found = _seen_positions
-    if version >= 0 and seen() is position_ids and seen_version == version:
-        return found
+    seen = _seen_positions
+    if seen.position_ids() is position_ids and seen.version == version >= 0:
+        if seen.layer() is not layer:
+            return seen.found
     begins = position_ids == 0
     begins[:, 0] = True
     found = _of_packed(begins) if begins[:, 1:].any() else None
-    _seen_positions = (weakref.ref(position_ids), version, found)
+    _seen_positions = _SeenPositions(weakref.ref(position_ids), version, weakref.ref(layer), found)
     return found
 
 
@@ -322,6 +365,8 @@ def attention(
     s_aux: Tensor | None = None,
     position_ids: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Any = None,
+    block_indices: Any = None,
     cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None,
     max_length_q: Any = None,
@@ -329,11 +374,16 @@ def attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Of (batch, nheads, tokens, headdim), to (batch, tokens, nheads, headdim)."""
+    if indices is not None or block_indices is not None:
+        raise ValueError(
+            "attn_implementation must be 'eager' or 'sdpa' of layers that select keys (indices, "
+            f"block_indices), as {type(module).__name__} does"
+        )
     asked = options(module, dropout, scaling, sliding_window, softcap, is_causal, s_aux)
-    if position_bias is not None or (
-        attention_mask is not None and attention_mask.dtype != torch.int32
-    ):
+    if position_bias is not None or not (attention_mask is None or _is_ours(attention_mask)):
         return _by_scores(module, query, key, value, attention_mask, position_bias, asked)
+    if attention_mask is not None:
+        asked["causal"] = attention_mask.shape[2] == 1
     dtype = _dtype(query, module)
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     bounds: Any = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -341,7 +391,7 @@ def attention(
         if attention_mask is None and position_ids is not None:
             # Masks tell of packed sequences only where there is no cache.
             if position_ids.shape == (1, q.shape[1]) and 1 < q.shape[1] == k.shape[1]:
-                attention_mask = _of_positions(position_ids)
+                attention_mask = _of_positions(position_ids, module)
         if attention_mask is None:
             return flash_attn_func(q, k, v, **asked), None
         if attention_mask.shape[1] == 1:
@@ -351,6 +401,10 @@ def attention(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *bounds, **asked
     )
     return out.unflatten(0, q.shape[:2]), None
+
+
+def _is_ours(mask: Tensor) -> bool:
+    return mask.dtype == torch.int32 and max(mask.shape[2:]) <= 2
 
 
 def _dtype(query: Tensor, module: torch.nn.Module) -> torch.dtype:
@@ -389,13 +443,17 @@ def _by_scores(
     """As transformers does with PyTorch's attention, on a mask of single scores or a bias."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if mask is not None and mask.dtype == torch.int32:
+    if mask is not None and _is_ours(mask):
         raise ValueError("position_bias must be None with padding: pass attn_implementation='sdpa'")
     if asked["softcap"] or asked["s_aux"] is not None:
         raise ValueError(
             "softcap and s_aux must be None where the model's mask is of single scores: "
             "pass attn_implementation='eager'"
         )
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None and asked["causal"] and 1 < queries < keys:  # PyTorch aligns the first of both
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+        mask = seen.tril(keys - queries)[None, None]
     out, _ = sdpa_attention_forward(
         module,
         query,

@@ -62,7 +62,8 @@ def register_with_transformers(name: str = "exact") -> str:
     caches; and chunks. Padding tokens get finite outputs without a meaning. Where a model lets
     other scores be seen (image tokens that see each other, a hole in a row of keys), the layer runs
     PyTorch's ``scaled_dot_product_attention`` on a mask. That has no softcap and no sinks: they
-    raise ValueError then.
+    raise ValueError then. Models without "flash_attention_2" get such masks, as with "sdpa", or
+    raise ValueError if they have no "sdpa" either, or attention code of their own.
 
     In a compiled model, masks are made outside of compiled code. So are the positions of a batch of
     one row looked at, which may be packed. With ``fullgraph=True`` both raise an error, but not in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
@@ -61,12 +62,14 @@ def padding_of(kind: str, total: int, random: Random) -> Tensor | None:
             row[-random.randint(1, total - 1) :] = False
         if kind == "hole":
             row[random.randint(1, total - 2)] = False
+        if kind == "row":
+            row[:] = False
     return mask
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("cache", ["none", "dynamic", "static", "static, in a tensor"])
-@pytest.mark.parametrize("padding", ["none", "whole", "left", "right", "both", "hole"])
+@pytest.mark.parametrize("padding", ["none", "whole", "left", "right", "both", "hole", "row"])
 @pytest.mark.parametrize("kind", ["causal", "window", "chunks", *BIDIRECTIONAL])
 def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool) -> None:
     """Tokens that are no padding see the same keys as by a mask of single scores."""
@@ -109,7 +112,7 @@ def test_mask(transformers: Any, kind: str, padding: str, cache: str, grad: bool
         assert same[real].all()
         is_chunked = kind == "chunks" and arguments["kv_length"] > WINDOW
         is_first = past == 0 and "static" not in cache
-        if (padding in ("none", "whole", "left") or (padding != "hole" and past == 0)) and (
+        if (padding in ("none", "whole", "left", "row") or (padding != "hole" and past == 0)) and (
             not is_chunked or is_first or q_len == 1
         ):
             assert found is None or found.dtype == torch.int32, "without single scores"
@@ -135,18 +138,22 @@ def test_packed_mask(transformers: Any) -> None:
 
 
 def test_positions_are_looked_at_once() -> None:
-    """Of a tensor that stays as it is; the same tensor with other positions is another."""
+    """By the first layer of a step, of a tensor that stays as it is."""
+    layers = [torch.nn.Module() for _ in range(3)]
+    look = _transformers._of_positions
     positions = torch.tensor([[0, 1, 2, 0, 1]])
-    found = _transformers._of_positions(positions)
+    found = look(positions, layers[0])
     assert found is not None and found[0, :, 0, 0].tolist() == [0, 3, 5]
-    assert _transformers._of_positions(positions) is found
+    assert all(look(positions, layer) is found for layer in layers[1:])
     positions += 1
-    assert _transformers._of_positions(positions) is None
+    assert look(positions, layers[1]) is None
+    positions.data[0, 2] = 0  # which autograd does not count
+    assert look(positions, layers[1]) is not None
     with torch.inference_mode():
         positions = torch.tensor([[0, 1, 2]])
-        assert _transformers._of_positions(positions) is None
+        assert look(positions, layers[0]) is None
         positions[0, 2] = 0
-        assert _transformers._of_positions(positions) is not None
+        assert look(positions, layers[1]) is not None
 
 
 @pytest.fixture
@@ -194,15 +201,94 @@ def test_float32_without_linear_layers() -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt"])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "trocr", "clap_text_model"])
 def test_models_with_code_of_their_own(transformers: Any, name: str) -> None:
-    """They take no mask of ours, and without one would not be causal."""
+    """They take no mask of ours, and without one would not be causal, or would be."""
+    from transformers.models.clap.modeling_clap import ClapTextModel
+
     attention = adapters.register_with_transformers()
-    config = transformers.AutoConfig.for_model(name, vocab_size=64, hidden_size=64, n_layers=1)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "n_layers": 1, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(name, **sizes)
     config.num_hidden_layers = 1
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    auto = transformers.AutoModelForCausalLM
+    make = ClapTextModel._from_config if name.startswith("clap") else auto.from_config
+    model = make(config, attn_implementation=attention)
     with pytest.raises(ValueError, match="must be 'eager' or 'sdpa' of models that have code of"):
-        model(input_ids=torch.randint(64, (2, 9)))
+        model(input_ids=torch.randint(2, 64, (2, 9)))
+
+
+def test_models_that_read_masks(transformers: Any) -> None:
+    """They get masks of single scores: by Siglip 2, whose pooling is over patches that are seen."""
+    config = transformers.Siglip2VisionConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_patches=16,
+        patch_size=8,
+    )
+    pixels, mask = torch.randn(2, 16, 3 * 8 * 8), torch.ones(2, 16, dtype=torch.int64)
+    mask[1, 12:] = 0
+    shapes = torch.tensor([[4, 4], [3, 4]])
+    model = transformers.Siglip2VisionModel._from_config(config).eval()
+    found = []
+    for attention in (adapters.register_with_transformers(), "sdpa"):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            found.append(model(pixels, mask, shapes).pooler_output)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_mask_says_what_is_causal(transformers: Any, causal: bool) -> None:
+    """Of a model whose layers do not, or say the contrary."""
+    from transformers import masking_utils
+
+    function = "causal_mask_function" if causal else "bidirectional_mask_function"
+    seen = torch.ones(2, 7, dtype=torch.bool)
+    seen[1, :3] = False
+    arguments: dict[str, Any] = {"batch_size": 2, "q_length": 7, "kv_length": 7, "device": DEVICE}
+    arguments |= {
+        "mask_function": getattr(masking_utils, function),
+        "attention_mask": seen,
+    }
+    q, k, v = torch.randn(3, 2, 2, 7, 16)
+    layer = torch.nn.Module()
+    layer.config, layer.is_causal = SimpleNamespace(), not causal
+    out, _ = _transformers.attention(layer, q, k, v, _transformers.mask(**arguments))
+    scores = masking_utils.sdpa_mask(**arguments)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scores)
+    torch.testing.assert_close(out[seen], expected.transpose(1, 2)[seen])
+
+
+def test_mask_function_of_ones_own(transformers: Any) -> None:
+    """Which may be any callable, or bound one side of what is not causal: single scores."""
+    from transformers import masking_utils
+
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 3, "kv_length": 3, "device": DEVICE}
+
+    def earlier(batch: Any, head: Any, query: Any, key: Any, by: int) -> Any:
+        return key <= query - by
+
+    mask = _transformers.mask(**arguments, mask_function=partial(earlier, by=1))
+    assert mask is not None and mask.dtype == torch.bool
+    assert mask[0, 0].tolist() == torch.ones(3, 3, dtype=torch.bool).tril(-1).tolist()
+    one_sided = masking_utils.and_masks(
+        masking_utils.sliding_window_overlay(2), masking_utils.bidirectional_mask_function
+    )
+    mask = _transformers.mask(**arguments, mask_function=one_sided)
+    assert mask is not None and mask[0, 0].tolist() == torch.ones(3, 3).triu(-1).bool().tolist()
+
+
+def test_bias_on_a_cache() -> None:
+    """The last query is aligned with the last key, where PyTorch aligns the first ones."""
+    q, k, v = torch.randn(1, 2, 4, 16), *torch.randn(2, 1, 2, 9, 16)
+    layer = torch.nn.Module()
+    layer.config = SimpleNamespace()
+    bias = torch.zeros(1, 2, 4, 9)
+    out, _ = _transformers.attention(layer, q, k, v, position_bias=bias)
+    expected, _ = _transformers.attention(layer, q, k, v)
+    torch.testing.assert_close(out, expected)
 
 
 def test_errors(llama: Made) -> None:
@@ -222,6 +308,10 @@ def test_errors(llama: Made) -> None:
     for more in ({"softcap": 3.0}, {"s_aux": torch.zeros(2)}):
         with pytest.raises(ValueError, match="softcap and s_aux must be None"):
             _transformers.attention(layer, q, k, v, scores, **more)
+    with pytest.raises(ValueError, match="of layers that select keys .*, as Module does"):
+        _transformers.attention(layer, q, k, v, indices=torch.zeros(1))
+    with pytest.raises(RuntimeError, match="bool"):  # PyTorch's
+        _transformers.attention(layer, q, k, v, scores.int())
     keys = torch.full((1, 1, 1, 1), 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="position_bias must be None"):
         _transformers.attention(layer, q, k, v, keys, position_bias=torch.zeros(1, 2, 5, 5))
