@@ -394,6 +394,9 @@ def with_kvcache(
                     f"got {_shape(new)}"
                 )
         seqlen_new = k.shape[1]
+        if seqlen_new > 0:
+            check_writable("k_cache", k_cache)
+            check_writable("v_cache", v_cache)
         if cache_seqlens is None:
             raise ValueError("cache_seqlens must be given with k (where to append), got None")
 
@@ -445,9 +448,26 @@ def check_destination(name: str, given: Any, like: Tensor, shape: tuple[int, ...
 
     (Where that is q in FP8, the dtype of its results.)
     """
+    _check_like_output(name, given, like, shape)
+    check_writable(name, given)
+
+
+def _check_like_output(name: str, given: Any, like: Tensor, shape: tuple[int, ...]) -> None:
     _check_tensor(name, given, like, rank=len(shape), dtype=_out_dtype(like))
     if _shape(given) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {_shape(given)}")
+
+
+def check_writable(name: str, x: Tensor) -> None:
+    """Refuse what PyTorch or a kernel could not write to: before anything is written."""
+    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(f"{name} is written to and must not be expanded, got strides {x.stride()}")
+    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} is written to and must not require a gradient as a leaf")
+    if x.is_inference() and not torch.is_inference_mode_enabled() and not x.is_cuda:
+        raise ValueError(
+            f"{name} is written to and was made in torch.inference_mode: call in it, too"
+        )
 
 
 def check_backward(
@@ -462,15 +482,12 @@ def check_backward(
     """Check what a backward takes beside the problem itself."""
     if problem.dropout_p > 0 and rng_state is None:
         raise ValueError("rng_state must be the forward's when dropout_p > 0, got None")
-    outputs = problem.out_shape
-    for name, tensor, shape in (
-        ("dout", dout, outputs),
-        ("out", out, outputs),
-        ("dq", gradients[0], problem.q.shape),
-        ("dk", gradients[1], problem.k.shape),
-        ("dv", gradients[2], problem.v.shape),
-    ):
-        check_destination(name, tensor, problem.q, shape)
+    check_rng_state(problem, rng_state)
+    for name, tensor in (("dout", dout), ("out", out)):
+        _check_like_output(name, tensor, problem.q, problem.out_shape)
+    inputs = (problem.q, problem.k, problem.v)
+    for name, tensor, x in zip(("dq", "dk", "dv"), gradients, inputs, strict=True):
+        check_destination(name, tensor, problem.q, x.shape)
     for name, tensor in (("softmax_lse", softmax_lse), ("dlse", dlse)):
         if tensor is None and name == "dlse":
             continue
@@ -480,6 +497,13 @@ def check_backward(
             raise ValueError(
                 f"{name} must have shape {tuple(problem.lse_shape)}, got {_shape(tensor)}"
             )
+
+
+def check_rng_state(problem: Attention, rng_state: Any) -> None:
+    if problem.dropout_p > 0:
+        _check_tensor("rng_state", rng_state, problem.q, rank=1, dtype=torch.int64)
+        if _shape(rng_state) != (2,):
+            raise ValueError(f"rng_state must have shape (2,), got {_shape(rng_state)}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -779,7 +803,8 @@ def _cache_seqlens(
         known = int(used.max()) if batch > 0 and is_readable(used) else None
     else:
         known = integer("cache_seqlens", cache_seqlens)
-        used = torch.full((batch,), known, dtype=torch.int32, device=q.device)
+        length = min(known, capacity + 1)  # more is an error below
+        used = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if known is not None and known + seqlen_new > capacity:
         raise ValueError(
             f"k_cache must have room for cache_seqlens + seqlen_new = {known} + {seqlen_new} keys, "
@@ -841,6 +866,9 @@ def _check_values_of_cache(a: Attention, seqlen_new: int) -> None:
     if used is None:
         return
     if slots is not None:
+        taken = [slot for slot, length in zip(slots, used, strict=True) if length >= 0]
+        if seqlen_new > 0 and len(set(taken)) < len(taken):
+            raise ValueError(f"cache_batch_idx must name a row once where k is given, got {slots}")
         for slot, length in zip(slots, used, strict=True):
             if length > 0 and not 0 <= slot < a.k.shape[0]:
                 raise ValueError(

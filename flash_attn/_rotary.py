@@ -200,7 +200,7 @@ def in_place(x: Tensor, tables: tuple[Tensor, ...], write: Callable[[Tensor], No
     # A compiled graph loses the gradient of an output that aliases its input: two tensors here.
     out = x.clone()
     write(out)
-    return _stored(x, out)
+    return stored(x, out)
 
 
 class _Alias(torch.autograd.Function):
@@ -244,7 +244,7 @@ def _refusal(x: Tensor) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def _stored(x: Tensor, value: Tensor) -> Tensor:
+def stored(x: Tensor, value: Tensor) -> Tensor:
     """Copy ``value`` to ``x`` behind autograd's back.
 
     Traced, ``x.data`` would become ``x.detach()`` in older releases, which moves the version.

@@ -282,8 +282,10 @@ def quantize(
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"x must be a floating-point tensor, got {_kind(x)}")
     rank = 4 if cu_seqlens is None else 3
-    if x.dim() != rank:
-        raise ValueError(f"x must have {rank} dimensions, got shape {tuple(x.shape)}")
+    if x.dim() != rank or x.shape[-1] == 0:
+        raise ValueError(
+            f"x must have {rank} dimensions, the last of at least 1, got shape {tuple(x.shape)}"
+        )
     heads = x.shape[-2]
     groups = heads if nheads_kv is None else integer("nheads_kv", nheads_kv)
     if groups < 1 or heads % groups:
@@ -302,6 +304,10 @@ def quantize(
         _arguments.lengths_of("cu_seqlens", cu_seqlens, "x", x.shape[0])
         batch = cu_seqlens.shape[0] - 1
         sequence = quantisation.sequence_of_rows(cu_seqlens, x.shape[0])
+    if batch == 0:
+        return torch.zeros_like(x, dtype=_arguments.FP8), x.new_empty(
+            0, groups, dtype=torch.float32
+        )
     x = x.float().masked_fill((sequence < 0)[..., None, None], 0.0)
     sequence = sequence.clamp(min=0)
     by_group = x.unflatten(-2, (groups, heads // groups)).flatten(-2)

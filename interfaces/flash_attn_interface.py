@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flash_attn
-from flash_attn import _ops
+from flash_attn import _arguments, _ops
 from flash_attn import flash_attn_interface as _fa2
 
 __all__ = [
@@ -144,11 +144,21 @@ def flash_attn_combine(
     out_partial (splits, batch, seqlen, nheads, headdim) and lse_partial (splits, batch, seqlen,
     nheads) float32 give out, written to ``out`` if given, and softmax_lse without ``splits``.
     """
+    with torch.autocast(out_partial.device.type, enabled=False):
+        parts = out_partial.to(torch.promote_types(out_partial.dtype, torch.float32))
+        return _combine(parts, lse_partial, out, out_dtype or out_partial.dtype)
+
+
+def _combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     lse = lse_partial.logsumexp(0)
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     parts = out_partial.masked_fill(weights[..., None] == 0, 0.0)  # which may hold NaN there
     merged = torch.einsum("sbthd,sbth->bthd", parts, weights)
-    merged = merged.to(out_dtype or out_partial.dtype)
+    merged = merged.to(dtype)
+    if out is not None and out.shape != merged.shape:
+        raise ValueError(f"out must have shape {tuple(merged.shape)}, got {tuple(out.shape)}")
     return merged if out is None else out.copy_(merged), lse
 
 
@@ -201,7 +211,7 @@ def _flash_attn_forward(
         _refuse(k_new=k_new, v_new=v_new, kv_batch_idx=kv_batch_idx, rotary_cos=rotary_cos)
         if cu_seqlens_k is None:
             k, v, cu_seqlens_k, seqused_k, max_seqlen_k = _cache_as_varlen(
-                k, v, cu_seqlens_q.shape[0] - 1, seqused_k, page_table
+                q, k, v, cu_seqlens_q.shape[0] - 1, seqused_k, page_table
             )
         out, lse, *_ = _ops.flash_attn_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
@@ -217,13 +227,12 @@ def _flash_attn_forward(
 
 
 def _cache_as_varlen(
-    k: Tensor, v: Tensor, batch: int, used: Any, page_table: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, batch: int, used: Any, page_table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
     """k, v, cu_seqlens_k, seqused_k and max_seqlen_k of a cache of which ``used`` rows are keys."""
     capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
-    if not isinstance(used, Tensor):
-        used = capacity if used is None else used
-        used = torch.full((batch,), used, dtype=torch.int32, device=k.device)
+    used, _ = _arguments._cache_seqlens(capacity if used is None else used, q, batch, capacity, 0)
+    used = used.clamp(0, capacity)  # a sequence with a length of -1 is not there
     if page_table is not None:
         return k, v, F.pad(used.cumsum(0, dtype=torch.int32), (1, 0)), None, capacity
     bounds = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * capacity

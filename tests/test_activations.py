@@ -126,6 +126,18 @@ def test_bias_gelu(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
             assert_near(gradient.to(dtype), x64, dtype)
 
 
+def test_bias_gelu_is_rounded_once() -> None:
+    """The sum of 256 and -255.3 has no bits of 16 left if the bias is rounded first."""
+    y = torch.full((1, 1), 256.0, dtype=torch.bfloat16)
+    bias = torch.tensor([-255.3], requires_grad=True)
+    x = torch.tensor([256.0 - 255.3], dtype=torch.float64, requires_grad=True)
+    out, expected = activations.bias_gelu_impl(y, bias), gelu(x)
+    assert abs(out.item() - expected.item()) < 2**-8
+    out.backward(torch.ones_like(out))
+    expected.backward()
+    torch.testing.assert_close(bias.grad, x.grad, rtol=1e-3, atol=0.0, check_dtype=False)
+
+
 @pytest.mark.parametrize("shape", [(), (7,), (0, 3), (3, 0)], ids=str)
 def test_swiglu_of_any_shape(shape: tuple[int, ...]) -> None:
     x, y = torch.randn(shape, requires_grad=True), torch.randn(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
@@ -191,6 +192,19 @@ def test_parts_of_a_larger_problem(build, row, dropout_p, backend):
     if backend != "sm80":
         with _backends.use_backend("sm80"), pytest.raises(NotImplementedError, match="part of a"):
             _backends.choose(part)
+
+
+def test_blocks_that_overlap():
+    """Of two threads: the last one that began counts, and none when all have ended."""
+    first, second = (_backends.use_backend(name) for name in ("tiled", "sm80"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(second)
+        with contextlib.ExitStack() as other:
+            other.enter_context(first)
+            stack.close()
+            assert cuda.forced_backend() == "tiled"
+        assert cuda.forced_backend() is None
+    assert cuda._settings == cuda._DEFAULTS
 
 
 def test_devices_that_are_not_there(monkeypatch):

@@ -372,6 +372,38 @@ def test_an_error_leaves_the_cache_as_it_was():
     assert torch.equal(arguments["k_cache"], before)
 
 
+def in_inference(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+@pytest.mark.parametrize(
+    "words, change",
+    [
+        ("out is .*expanded", lambda a: {"out": a["q"][:, :, :1].expand_as(a["q"])}),
+        ("out is .*gradient", lambda a: {"out": a["q"].clone().requires_grad_()}),
+        ("out is .*inference", lambda a: {"out": in_inference(a["q"])}),
+        ("k_cache is .*expanded", lambda a: {"k_cache": a["k_cache"][:1].expand_as(a["k_cache"])}),
+        ("v_cache is .*inference", lambda a: {"v_cache": in_inference(a["v_cache"])}),
+        ("cache_batch_idx .*once", lambda a: {"cache_batch_idx": int32([1, 1])}),
+    ],
+)
+def test_what_cannot_be_written_leaves_the_cache_as_it_was(words, change):
+    arguments = kvcache_arguments()
+    arguments |= change(arguments)
+    caches = [arguments[name] for name in ("k_cache", "v_cache")]
+    before = [x.clone() for x in caches]
+    with pytest.raises(ValueError, match=words):
+        flash_attn.flash_attn_with_kvcache(**arguments)
+    assert all(torch.equal(x, y) for x, y in zip(caches, before, strict=True))
+
+
+def test_length_of_more_than_32_bits():
+    arguments = kvcache_arguments() | {"cache_seqlens": 2**40}
+    with pytest.raises(ValueError, match="k_cache must have room"):
+        flash_attn.flash_attn_with_kvcache(**arguments)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])
 def test_cpu_and_gpu_mixed(name):
@@ -390,6 +422,9 @@ def test_cpu_and_gpu_mixed(name):
         (["softmax_lse", "float64"], {"softmax_lse": randn(2, 4, 5).double()}),
         (["softmax_lse", "(2, 5, 4)"], {"softmax_lse": randn(2, 5, 4)}),
         (["rng_state", "None"], {"dropout_p": 0.1}),
+        (["rng_state", "(1,)"], {"dropout_p": 0.1, "rng_state": torch.zeros(1).long()}),
+        (["rng_state", "float32"], {"dropout_p": 0.1, "rng_state": torch.zeros(2)}),
+        (["dk", "expanded"], {"dk": randn(2, 6, 1, 8).expand(-1, -1, 2, -1)}),
     ],
 )
 def test_bad_backward_arguments(words, change):

@@ -197,6 +197,17 @@ def packed_documents(lengths: list[int], *sizes: int, **options: Any) -> Attenti
     return replace(problem, cu_seqlens_q=bounds, storage=Storage(cu_seqlens=bounds))
 
 
+def test_unshard_has_one_derivative() -> None:
+    from flash_attn.distributed._layout import Grid, Layout, _Unshard
+
+    x = torch.randn(2, 4, requires_grad=True)
+    whole = _Unshard.apply(x, 1, Grid(None, None), Layout(4, 1, 1, "zigzag"))
+    (first,) = torch.autograd.grad(whole.pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(first, 3 * x.detach() ** 2)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 @pytest.mark.parametrize("division", DIVISIONS, ids=division_name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 def test_dtypes(processes, dtype, division):

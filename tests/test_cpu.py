@@ -23,6 +23,7 @@ from helpers import (
 )
 from oracle import Attention, assert_matches_oracle
 
+import flash_attn
 from flash_attn import _arguments
 from flash_attn._backends import cpu, tiled
 from flash_attn._backends.merging import merge
@@ -256,6 +257,15 @@ def test_same_gradients_every_time():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(x[name], runs[0][name]) for x in runs for name in runs[0])
+
+
+@pytest.mark.parametrize("strides", [(50, 16, 1, 1), (50, 1, 1, 1)])
+def test_heads_that_overlap(strides):
+    """PyTorch's operator is wrong where heads of q are windows over the same numbers."""
+    q = torch.randn(200).double().as_strided((2, 3, 3, 16), strides)
+    k, v = torch.randn(2, 2, 3, 3, 16, dtype=torch.float64)
+    out = flash_attn.flash_attn_func(q, k, v)
+    torch.testing.assert_close(out, flash_attn.flash_attn_func(q.contiguous(), k, v))
 
 
 def test_not_under_anything_but_a_cpu():

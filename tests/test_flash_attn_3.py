@@ -288,6 +288,31 @@ def test_kvcache_with_packed_queries(fa3, device, paged, leftpad):
     assert_matches_oracle({"out": out, "lse": lse}, problem)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_lengths_with_packed_queries(fa3, device, paged):
+    """As with dense queries: a length of -1 is a sequence that is not there."""
+    q = randn(4, 2, 32, dtype=torch.bfloat16, device=device)
+    table = random_pages(2, 3, device) if paged else None
+    rows = (table.numel() + 2, 8) if paged else (2, 24)
+    k, v = randn(2, *rows, 2, 32, dtype=torch.bfloat16, device=device)
+    options = {"page_table": table, "causal": True}
+
+    def attend(lengths: Any, **packed: Any) -> torch.Tensor:
+        queries = q if packed else q.unflatten(0, (2, 2))
+        out = fa3.flash_attn_with_kvcache(queries, k, v, cache_seqlens=lengths, **options | packed)
+        return out if packed else out.flatten(0, 1)
+
+    packed = {"cu_seqlens_q": int32([0, 2, 4], device), "max_seqlen_q": 2}
+    for lengths in (7, int32(7, device), int32([-1, 7], device), int32([24, -1], device)):
+        found, expected = attend(lengths, **packed), attend(lengths)
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
+    for lengths in (7.9, True, torch.tensor([7, 7], device=device)):
+        with pytest.raises(TypeError, match="cache_seqlens must"):
+            attend(lengths, **packed)
+    with pytest.raises(ValueError, match="k_cache must have room"):
+        attend(40, **packed)
+
+
 def test_kvcache_whole(fa3, device):
     """Without cache_seqlens every row of the cache is a key; an int is the length of each."""
     problem = dense(2, 3, 10, 4, 2, dtype=torch.bfloat16, device=device)

@@ -507,6 +507,24 @@ def test_rotation_is_hadamard(headdim):
     assert 0.3 < negative < 0.7
 
 
+@pytest.mark.parametrize("headdim", [64, 96])
+def test_rotation_whatever_the_default_dtype_is(headdim):
+    expected = quantisation.rotation(headdim, torch.device("cpu"))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = quantisation.rotation(headdim, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+def test_quantize_no_sequence():
+    found, descale = quantize(torch.randn(3, 4, 8), 2, int32([0]))
+    assert found.dtype == torch.float8_e4m3fn and (found.float() == 0).all()
+    assert descale.shape == (0, 2)
+
+
 def test_level_errors():
     q, k, v = (randn(2, 8, 2, 32, **BF16) for _ in "qkv")
     with pytest.raises(ValueError, match="level must be one of fast, balanced, accurate, got 'f'"):
@@ -840,6 +858,7 @@ def test_quantized_cache(device):
         ((torch.zeros(2, 3, 4, 8, dtype=torch.int8),), TypeError, "floating-point"),
         (([1.0],), TypeError, "list"),
         ((torch.zeros(2, 3, 4),), ValueError, "4 dimensions"),
+        ((torch.zeros(2, 3, 4, 0),), ValueError, "the last of at least 1"),
         ((torch.zeros(2, 3, 4, 8), 3), ValueError, "divide the heads of x, 4, got 3"),
         ((torch.zeros(2, 3, 4, 8), "a"), TypeError, "nheads_kv must be an int"),
         ((torch.zeros(3, 4, 8), None, int32([0, 4])), ValueError, "within the 3 rows"),

@@ -335,6 +335,47 @@ def test_torch_compile() -> None:
         torch.testing.assert_close(x, y)
 
 
+@since_torch(2, 5, "the compiler takes such functions")
+@pytest.mark.parametrize("names", [["out"], ["residual_out"], ["out", "residual_out"]], ids=str)
+def test_compiled_into_given_memory(names: list[str]) -> None:
+    """A compiled graph would lose the gradient of what lies in the memory of an argument."""
+    tensors = tensors_of("cpu", x=F32, weight=F32, residual=F32)
+    arguments = [tensors[name] for name in ("x", "weight", "bias", "residual")]
+    memory = {name: torch.empty_like(tensors["x"]) for name in names}
+
+    def function(*arguments: Tensor, **memory: Tensor) -> tuple[Tensor, Tensor]:
+        return rms_norm_fn(*arguments, eps=EPS, prenorm=True, **memory)
+
+    results = torch.compile(function, fullgraph=True, backend="aot_eager")(*arguments, **memory)
+    expected = function(*arguments)
+    written = {"out": results[0], "residual_out": results[1]}
+    for name, x in memory.items():
+        torch.testing.assert_close(x, written[name])
+    douts = [torch.randn_like(x) for x in expected]
+    both = (gradients(r, douts, tensors) for r in (results, expected))
+    for x, y in zip(*both, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_gradients_of_leaves_are_two_tensors() -> None:
+    """Without dropout they are equal; what is added to one must not be added to the other."""
+    x, residual = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
+    weight = torch.ones(4)
+    for _ in range(2):
+        layer_norm_fn(x, weight, None, residual).square().sum().backward()
+    alone = torch.autograd.grad(layer_norm_fn(x, weight, None, residual).square().sum(), x)[0]
+    for leaf in (x, residual):
+        torch.testing.assert_close(leaf.grad, 2 * alone)
+
+
+def test_whole_numbers_are_refused() -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(TypeError, match=r"x must be .*got torch\.int64"):
+        layer_norm_fn(x.long(), None, None)
+    with pytest.raises(TypeError, match=r"out_dtype must be .*got torch\.int32"):
+        layer_norm_fn(x, None, None, out_dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

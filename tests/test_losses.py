@@ -196,6 +196,7 @@ def wrong(**changed: Any) -> dict[str, Any]:
         (wrong(labels=torch.tensor([0, -1, 1, 2])), ValueError, "labels must .*got -1"),
         (wrong(precomputed_lse=torch.zeros(3)), ValueError, "precomputed_lse must"),
         (wrong(label_smoothing="a"), TypeError, "label_smoothing must be a number"),
+        (wrong(label_smoothing=-0.1), ValueError, r"label_smoothing must be in \[0, 1\]"),
         (wrong(ignore_index=0.5), TypeError, "ignore_index must be an int"),
     ],
 )

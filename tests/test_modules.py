@@ -411,6 +411,15 @@ def test_state_dict(options, names):
     assert [name for name in without if name.endswith("bias") and "dwconv" not in name] == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_alibi_slopes_stay_as_they_are(dtype):
+    """Of 12 heads some are no powers of two."""
+    module = MHA(12 * 8, 12, causal=True, use_flash_attn=True, use_alibi=True).to(dtype)
+    expected = torch.tensor(get_alibi_slopes(12))
+    assert torch.equal(module.inner_attn.alibi_slopes, expected)
+    assert module.to("meta").inner_attn.alibi_slopes.is_meta
+
+
 def test_alibi_slopes():
     assert get_alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert get_alibi_slopes(1) == [2.0**-8]

@@ -40,7 +40,17 @@ def covers(a: Attention) -> bool:
         and not (a.q.dtype == torch.bfloat16 and a.max_seqlen_q == 1)  # 2.4 times as long as tiles
         and a.q.numel() > 0  # the operators crash where there is nothing
         and a.k.numel() > 0
+        and not _overlaps(a.q)
     )
+
+
+def _overlaps(q: Tensor) -> bool:
+    """Whether heads or rows are windows over the same numbers.
+
+    The operator lays out its output like q, and then takes it for contiguous.
+    """
+    sizes, strides = q.shape[:-1], q.stride()[:-1]
+    return any(n > 1 and 0 < x < q.shape[-1] for n, x in zip(sizes, strides, strict=True))
 
 
 def covers_backward(a: Attention) -> bool:

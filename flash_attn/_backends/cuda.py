@@ -1,5 +1,6 @@
 """The compiled kernels: what they cover, and calls of them through flash_attn._C."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ _DESCRIPTIONS = {
 # kernel chooses), and into how many parts a forward divides the keys (0: likewise); whether the
 # decode kernels run forwards (None: those of few rows that they take); who wants to see all
 # choices, as if calls were the first ones. Each state that occurs gets a number.
-_settings: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     "backend": None,
     "shared_memory": 0,
     "tile": -1,
@@ -97,28 +98,34 @@ _settings: dict[str, Any] = {
     "decode": None,
     "observer": None,
 }
+_settings = dict(_DEFAULTS)
+_changes: list[tuple[str, Any]] = []  # in the order in which their blocks began
+_lock = threading.Lock()
 _states: dict[tuple[Any, ...], int] = {}
 state = 0
 
 
 @contextmanager
 def changed_setting(name: str, value: Any) -> Iterator[None]:
-    """Change a setting inside a ``with`` block; process-wide."""
-    before = _settings[name]
-    _set(name, value)
+    """Change a setting inside a ``with`` block; process-wide: the last block that began counts."""
+    change = (name, value)
+    _update(lambda: _changes.append(change))
     try:
         yield
     finally:
-        _set(name, before)
+        # Blocks of other threads may have begun in this one, and end after it.
+        _update(lambda: _changes.pop([x is change for x in _changes].index(True)))
 
 
-def _set(name: str, value: Any) -> None:
+def _update(change: Callable[[], Any]) -> None:
     global state
-    _settings[name] = value
-    state = _states.setdefault(tuple(_settings.values()), len(_states))
+    with _lock:
+        change()
+        _settings.update({**_DEFAULTS, **dict(_changes)})
+        state = _states.setdefault(tuple(_settings.values()), len(_states))
 
 
-_set("backend", None)
+_update(lambda: None)
 
 
 def forced_backend() -> str | None:

@@ -158,13 +158,17 @@ def rotation(headdim: int, device: torch.device) -> Tensor:
     common = i[:, None] & i
     for shift in (4, 2, 1):  # the parity of their bits
         common = common ^ (common >> shift)
-    hadamard = 1.0 - 2.0 * (common & 1)
+    hadamard = _sign(common & 1)
     if order > 1:
         place = _place_of_column(column)
         hadamard = torch.kron(_williamson(device), hadamard)[place[:, None], place]
     bit = torch.arange(32, device=device)
     negative = torch.cat([(word >> bit) & 1 for word in _SIGNS])[:headdim]
-    return (1.0 - 2.0 * negative)[:, None] * hadamard / math.sqrt(headdim)
+    return _sign(negative)[:, None] * hadamard / math.sqrt(headdim)
+
+
+def _sign(negative: Tensor) -> Tensor:
+    return 1.0 - 2.0 * negative.float()  # whatever the default dtype is
 
 
 def _place_of_column(column: Tensor) -> Tensor:
@@ -189,7 +193,7 @@ def _williamson(device: torch.device) -> Tensor:
     i = torch.arange(4, device=device)
     # Bits: the columns in which a row of blocks is negative.
     rows = (0b0000, 0b0101, 0b1001, 0b0011)
-    signs = torch.stack([1.0 - 2.0 * ((row >> i) & 1) for row in rows])
-    one = torch.eye(3, device=device)
+    signs = torch.stack([_sign((row >> i) & 1) for row in rows])
+    one = torch.eye(3, device=device, dtype=torch.float32)
     outer = torch.kron(signs, torch.ones_like(one) - 2.0 * one)
-    return outer + torch.kron(torch.eye(4, device=device), 2.0 * one)
+    return outer + torch.kron(torch.eye(4, device=device, dtype=torch.float32), 2.0 * one)

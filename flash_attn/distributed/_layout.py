@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 Order = Literal["zigzag", "contiguous"]
@@ -196,6 +197,7 @@ class _Unshard(torch.autograd.Function):
         return _summed(whole, grid)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         whole = _summed(gradients[0].clone(memory_format=torch.contiguous_format), ctx.grid)
         chunks = ctx.layout.chunks(*ctx.grid.ranks)

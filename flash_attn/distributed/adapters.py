@@ -143,12 +143,12 @@ def context_parallel(
         return out.transpose(1, 2)
 
     before = functional.scaled_dot_product_attention
-    with torch.no_grad():
-        for x, dim in zip(buffers, dims, strict=True):
-            local = shard(x, dim, mesh, order)
-            x.resize_(local.shape).copy_(local)
-    functional.scaled_dot_product_attention = attention
     try:
+        with torch.no_grad():
+            for x, dim in zip(buffers, dims, strict=True):
+                local = shard(x, dim, mesh, order)
+                x.resize_(local.shape).copy_(local)
+        functional.scaled_dot_product_attention = attention
         yield
     finally:
         functional.scaled_dot_product_attention = before

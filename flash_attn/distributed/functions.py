@@ -94,6 +94,10 @@ def ring_flash_attn_func(
     RuntimeError
         If another rank has wrong arguments, or does not make this call.
 
+    Ranks compare their calls before the first of each kind: those of the same shapes, dtypes and
+    options. If a rank goes on to a call of a new kind alone, it waits for the others until the
+    timeout of the process group.
+
     References
     ----------
     Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context"

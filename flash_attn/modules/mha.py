@@ -98,18 +98,27 @@ class _FlashAttention(_Attention):
         deterministic: bool = False,
     ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout)
-        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        slopes = None if alibi_slopes is None else alibi_slopes.float()
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
         self.window_size = window_size
         self.deterministic = deterministic
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        slopes = self.alibi_slopes
+        super()._apply(fn, recurse)
+        if slopes is not None and self.alibi_slopes is not None and not slopes.is_meta:
+            self.alibi_slopes = slopes.to(
+                self.alibi_slopes.device
+            )  # module.half() would round them
+        return self
+
     def _options(self, causal: bool | None) -> dict[str, Any]:
-        slopes = self.alibi_slopes  # which module.half() converts
         return {
             "dropout_p": self.drop.p if self.training else 0.0,
             "softmax_scale": self.softmax_scale,
             "causal": self.causal if causal is None else causal,
             "window_size": self.window_size,
-            "alibi_slopes": None if slopes is None else slopes.float(),
+            "alibi_slopes": self.alibi_slopes,
             "deterministic": self.deterministic,
         }
 
@@ -397,7 +406,11 @@ class MHA(nn.Module):
         self.inner_attn: _Attention
         self.inner_cross_attn: _Attention
         if use_flash_attn:
-            slopes = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
+            slopes = None
+            if use_alibi:
+                slopes = torch.tensor(
+                    get_alibi_slopes(num_heads), dtype=torch.float32, device=device
+                )
             core |= {"window_size": window_size, "alibi_slopes": slopes}
             self.inner_attn = FlashSelfAttention(**core)
             self.inner_cross_attn = FlashCrossAttention(**core)
@@ -443,7 +456,8 @@ class MHA(nn.Module):
             ``lengths_per_sample`` (None, or the tokens of each sequence, (batch,) int32) and
             ``key_value_memory_dict`` (caches by ``layer_idx``). The caller advances the offsets.
         **kwargs
-            Handed to the inner attention, for example ``causal``.
+            Handed to the inner attention, for example ``causal``. As upstream, a call with
+            inference_params takes none of them.
         """
         padded, packed = key_padding_mask is not None, cu_seqlens is not None
         if padded and self.use_flash_attn:
@@ -550,5 +564,5 @@ class MHA(nn.Module):
             causal=inner.causal,
             window_size=window_size,
             rotary_interleaved=self.rotary_emb_dim > 0 and self.rotary_emb.interleaved,
-            alibi_slopes=None if slopes is None else slopes.float(),
+            alibi_slopes=slopes,
         )

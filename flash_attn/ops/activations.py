@@ -25,18 +25,38 @@ def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
-    """GELU of ``y`` (..., dim) plus ``bias`` (dim,), in the dtype of ``y``."""
-    return gelu_fwd(y + bias.to(y.dtype))
+    """GELU of ``y`` (..., dim) plus ``bias`` (dim,), in the dtype of ``y``, rounded once."""
+    return gelu_fwd(_biased(y, bias)).to(y.dtype)
 
 
 def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`bias_gelu` in ``y``, which is (batch, dim), and ``bias``."""
-    grad = gelu_bwd(g, y + bias.to(y.dtype))
-    return grad, grad.sum(0, dtype=bias.dtype)
+    """Gradients of :func:`bias_gelu` in ``y`` (..., dim) and ``bias``."""
+    x = _biased(y, bias)
+    grad = gelu_bwd(g.to(x.dtype), x)
+    return grad.to(y.dtype), as_rows(grad).sum(0).to(bias.dtype)
+
+
+def _biased(y: Tensor, bias: Tensor) -> Tensor:
+    dtype = accumulation_dtype(torch.promote_types(y.dtype, bias.dtype))
+    return y.to(dtype) + bias.to(dtype)
+
+
+class _BiasGelu(torch.autograd.Function):
+    """:func:`bias_gelu`, differentiable once. Its arguments are all that it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(y, bias)
+        return bias_gelu(y, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return bias_gelu_back(grads[0], *ctx.saved_tensors)
 
 
 fast_gelu_impl = gelu_fwd
-bias_gelu_impl = bias_gelu
+bias_gelu_impl = _BiasGelu.apply
 
 
 def relu_bwd(g: Tensor, x: Tensor) -> Tensor:

@@ -67,6 +67,8 @@ def cross_entropy_loss(
     """
     scales = real("logit_scale", logit_scale), real("lse_square_scale", lse_square_scale)
     smoothing = real("label_smoothing", label_smoothing)
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {smoothing}")
     rest = integer("ignore_index", ignore_index), flag("inplace_backward", inplace_backward)
     return CrossEntropyLoss.apply(
         logits, labels, precomputed_lse, smoothing, *scales, *rest, process_group

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from flash_attn._numbers import real
+from flash_attn._rotary import stored
 from flash_attn._rowwise import Sums, accumulation_dtype, as_rows, check_like, rowwise
 
 Options = tuple[float, bool, bool, float]  # eps, RMS or layer, zero-centred weights, 1 - dropout_p
@@ -85,6 +86,9 @@ def layer_norm_fn(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if weight1 is None and bias1 is not None:
         raise ValueError("weight1 must be given with bias1, got None")
+    for name, given_dtype in (("x", x.dtype), ("out_dtype", out_dtype or x.dtype)):
+        if not given_dtype.is_floating_point:
+            raise TypeError(f"{name} must be a floating-point dtype, got {given_dtype}")
     shape, affine = x.shape, (weight, bias, weight1, bias1)
     check_like(x, shape, residual=residual, x1=x1, out=out, residual_out=residual_out)
     check_like(x, shape[-1:], weight=weight, bias=bias, weight1=weight1, bias1=bias1)
@@ -110,12 +114,16 @@ def layer_norm_fn(
         else None
         for t in (x, x1)
     ]
-    # Detached: the results are tensors of their own, in this memory.
-    given = [None if t is None else as_rows(t.detach()) for t in (out, residual_out)]
-    rows = [None if t is None else as_rows(t) for t in (x, residual, x1, *masks)]
+    # Detached: the results are tensors of their own, in this memory. (A compiled graph loses the
+    # gradient of an output that aliases an input: there they are copied to it.)
+    compiling = torch.compiler.is_compiling()
+    given = [None if t is None or compiling else t.detach() for t in (out, residual_out)]
+    terms = (x, residual, x1, *masks)
     options = real("eps", eps), is_rms_norm, zero_centered_weight, 1.0 - dropout_p
-    outputs = _NormalizedSum.apply(*rows, *affine, given, (y_dtype, sum_dtype), options)
-    y, y1, total = (None if t is None else t.view(shape) for t in outputs)
+    y, y1, total = _NormalizedSum.apply(*terms, *affine, given, (y_dtype, sum_dtype), options)
+    if compiling:
+        y = y if out is None else stored(out, y)
+        total = total if residual_out is None else stored(residual_out, total)
     results = [y]
     results += [] if weight1 is None else [y1]
     results += [total] if prenorm else []
@@ -197,7 +205,7 @@ class RMSNorm(nn.Module):
 
 
 class _NormalizedSum(torch.autograd.Function):
-    """The outputs and the sum of terms (rows, hidden_size)."""
+    """The outputs and the sum of terms (..., hidden_size)."""
 
     @staticmethod
     def forward(
@@ -210,13 +218,14 @@ class _NormalizedSum(torch.autograd.Function):
         *rest: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         *affine, (y, total), (y_dtype, sum_dtype), options = rest
+        terms = (x, residual, x1, mask, mask1)
         is_sum = any(t is not None for t in (residual, x1, mask)) or sum_dtype != x.dtype
         may_overwrite_x = y is not None and any(ctx.needs_input_grad)
         if total is None and (is_sum or may_overwrite_x):
             total = x.new_empty(x.shape, dtype=sum_dtype)
         y = x.new_empty(x.shape, dtype=y_dtype) if y is None else y
         y1 = None if affine[2] is None else torch.empty_like(y)
-        _forward((x, residual, x1, mask, mask1, y, y1, total), affine, options)
+        _forward(_rows(*terms, y, y1, total), affine, options)
         total = x if total is None else total
         ctx.save_for_backward(total, mask, mask1, *affine)
         ctx.options = options
@@ -235,10 +244,14 @@ class _NormalizedSum(torch.autograd.Function):
         # Without dropout, one tensor is the gradient of x and of the residual.
         is_one = mask is None and dresidual is not None and ctx.dtypes[0] == ctx.dtypes[1]
         dx, written = (dresidual, None) if is_one and dx is not None else (dx, dx)
-        rows = total, mask, mask1, *grads, written, dresidual, dx1
+        rows = _rows(total, mask, mask1, *grads, written, dresidual, dx1)
         sums = _backward(rows, affine, ctx.options)
         # (Autograd casts these to the dtypes of the weights and biases.)
         return dx, dresidual, dx1, None, None, *sums, None, None, None
+
+
+def _rows(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else as_rows(t) for t in tensors]
 
 
 @rowwise
