@@ -104,12 +104,11 @@ class _FlashAttention(_Attention):
         self.deterministic = deterministic
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        slopes = self.alibi_slopes
+        kept = self.alibi_slopes
         super()._apply(fn, recurse)
-        if slopes is not None and self.alibi_slopes is not None and not slopes.is_meta:
-            self.alibi_slopes = slopes.to(
-                self.alibi_slopes.device
-            )  # module.half() would round them
+        slopes = self.alibi_slopes
+        if kept is not None and slopes is not None and not kept.is_meta:
+            self.alibi_slopes = kept.to(slopes.device)  # module.half() would round them
         return self
 
     def _options(self, causal: bool | None) -> dict[str, Any]:
