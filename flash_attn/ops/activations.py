@@ -42,8 +42,6 @@ def _biased(y: Tensor, bias: Tensor) -> Tensor:
 
 
 class _BiasGelu(torch.autograd.Function):
-    """:func:`bias_gelu`, differentiable once. Its arguments are all that it keeps."""
-
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(y, bias)
@@ -55,8 +53,12 @@ class _BiasGelu(torch.autograd.Function):
         return bias_gelu_back(grads[0], *ctx.saved_tensors)
 
 
+def bias_gelu_impl(y: Tensor, bias: Tensor) -> Tensor:
+    """:func:`bias_gelu`, differentiable once, which keeps ``y`` and ``bias`` alone."""
+    return _BiasGelu.apply(y, bias)
+
+
 fast_gelu_impl = gelu_fwd
-bias_gelu_impl = _BiasGelu.apply
 
 
 def relu_bwd(g: Tensor, x: Tensor) -> Tensor:
