@@ -119,13 +119,16 @@ class Cache:
         return {"block_table": table} if self.paged else {"cache_batch_idx": table[:, 0]}
 
 
-def captured(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[..., Tensor]:
+def captured(
+    function: Callable[..., Tensor], device: torch.device, *inputs: Tensor
+) -> Callable[..., Tensor]:
     """The function as one CUDA graph, of tensors of the shapes and dtypes of ``inputs``."""
-    places = [x.cuda() for x in inputs]  # where the graph finds its inputs
-    function(*places)  # what first calls set up is not captured
+    places = [x.to(device) for x in inputs]  # where the graph finds its inputs
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function(*places)
+    with torch.cuda.device(device):
+        function(*places)  # what first calls set up is not captured
+        with torch.cuda.graph(graph):
+            result = function(*places)
 
     def replay(*inputs: Tensor) -> Tensor:
         for place, x in zip(places, inputs, strict=True):
@@ -148,8 +151,8 @@ class Server:
         self.lengths = torch.full((batch,), -1, dtype=torch.int32)  # in the cache, -1: not in use
         self.step: Callable[..., Tensor] = self.next_tokens
         if graph:
-            tokens = torch.zeros(batch, 1, dtype=torch.long)
-            self.step = captured(self.next_tokens, tokens, self.lengths, cache.table)
+            inputs = torch.zeros(batch, 1, dtype=torch.long), self.lengths, cache.table
+            self.step = captured(self.next_tokens, self.device, *inputs)
 
     @torch.inference_mode()
     def next_tokens(self, *inputs: Tensor) -> Tensor:
