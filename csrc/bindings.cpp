@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "call.h"
@@ -28,8 +27,13 @@ struct PlacedCall {
   std::vector<int> places;
   std::vector<int64_t> offsets;
 
+  static constexpr size_t kMostTensors = 32;
+
   void launch(PyObject* arguments, PyObject* results, cudaStream_t stream) const {
-    std::array<void*, 32> addresses;
+    if (places.size() != call.names().size()) {
+      throw std::invalid_argument("launch: the call has no places for its tensors; see at");
+    }
+    std::array<void*, kMostTensors> addresses;
     const Py_ssize_t counts[] = {PyTuple_Size(arguments), PyTuple_Size(results)};
     for (size_t i = 0; i < places.size(); ++i) {
       const bool is_result = places[i] < 0;
@@ -127,7 +131,11 @@ Ref prepare(PyObject*, PyObject* const* arguments) {
     check_error();
     return number;
   });
-  return make_call({Call(*kernels()[kernel], tensors, numbers), {}, {}});
+  Call call(*kernels()[kernel], tensors, numbers);
+  if (call.names().size() > PlacedCall::kMostTensors) {
+    throw std::invalid_argument("tensors: got more than a launch takes");
+  }
+  return make_call({std::move(call), {}, {}});
 }
 
 Ref at(PyObject* self, PyObject* const* arguments) {
@@ -249,6 +257,7 @@ PyMethodDef functions[] = {
 };
 
 Ref make_module() {
+  detail::TorchNames::get();  // Python runs here, not in a thread's first call while others wait
   static PyType_Slot slots[] = {
       {Py_tp_dealloc, reinterpret_cast<void*>(delete_call)},
       {Py_tp_methods, call_methods},

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <initializer_list>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
@@ -56,12 +55,21 @@ std::string join(const Range& values, int count) {
   return text.str() + ")";
 }
 
-int to_int(const char* what, int64_t value) {
-  if (value < 1 || value > std::numeric_limits<int>::max()) {
+int to_int(const char* what, int64_t value, int64_t most, const char* accepted) {
+  if (value < 1 || value > most) {
     throw std::invalid_argument(std::string(what) + ": got " + std::to_string(value) +
-                                "; accepted: from 1 to 2^31 - 1");
+                                "; accepted: " + accepted);
   }
   return static_cast<int>(value);
+}
+
+int to_int(const char* what, int64_t value) {
+  return to_int(what, value, std::numeric_limits<int>::max(), "from 1 to 2^31 - 1");
+}
+
+// Kernels add numbers of queries, of keys and of a step of keys.
+int to_length(const char* what, int64_t value) {
+  return to_int(what, value, int64_t{1} << 30, "from 1 to 2^30");
 }
 
 using Shape = std::vector<int64_t>;
@@ -294,12 +302,12 @@ void read_common(Reader& reader, Params& params) {
   params.nheads_kv = to_int("nheads_kv", nheads_kv);
   params.headdim = to_int("headdim", headdim);
   params.headdim_v = to_int("headdim_v", headdim_v);
-  params.total_q = to_int("rows of q", packed_q ? q.size[0] : q.size[1]);
-  params.total_k = to_int("rows of k", packed_k ? k.size[0] : k.size[1]);
-  params.seqlen_q = to_int("max_seqlen_q", packed_q ? reader.number("max_seqlen_q") : q.size[1]);
+  params.total_q = to_length("rows of q", packed_q ? q.size[0] : q.size[1]);
+  params.total_k = to_length("rows of k", packed_k ? k.size[0] : k.size[1]);
+  params.seqlen_q = to_length("max_seqlen_q", packed_q ? reader.number("max_seqlen_q") : q.size[1]);
   const int64_t pages = reader.has("block_table") ? reader.get("block_table").size[1] : 1;
   params.seqlen_k =
-      to_int("max_seqlen_k", packed_k ? reader.number("max_seqlen_k") : k.size[1] * pages);
+      to_length("max_seqlen_k", packed_k ? reader.number("max_seqlen_k") : k.size[1] * pages);
   params.slots_k = packed_k ? 1 : to_int("batch of k", k.size[0]);
   if (nheads % nheads_kv != 0) {
     throw std::invalid_argument("nheads: got " + std::to_string(nheads) + " and nheads_kv " +
@@ -397,6 +405,9 @@ void complete(const Reader& reader, AttentionParams& params) {
 template <typename Params>
 void read_pages(Reader& reader, Params& params) {
   if (!reader.has("block_table")) return;
+  if (reader.has("cu_seqlens_k")) {
+    throw std::invalid_argument("block_table: got cu_seqlens_k beside it; accepted: lengths_k");
+  }
   const int64_t pages = reader.get("block_table").size[1];
   reader.contiguous("block_table", params.block_table, {params.batch, pages}, DType::kInt32);
   params.block_table_stride = pages;
@@ -413,7 +424,7 @@ void read(Reader& reader, ForwardParams& params) {
   read_common(reader, params);
   read_pages(reader, params);
   reader.contiguous("lengths_k", params.lengths_k, {int64_t{params.batch} + 1}, DType::kInt32);
-  params.longest_k = to_int("max_seqlen_k", reader.number("max_seqlen_k"));
+  params.longest_k = to_length("max_seqlen_k", reader.number("max_seqlen_k"));
   reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
   reader.contiguous("seqused_before", params.seqused_before, {params.batch}, DType::kInt32);
   read_descales(reader, params);
@@ -468,7 +479,7 @@ void read(Reader& reader, QuantiseParams& params) {
   const int64_t rows_k = k.size[k.ndim - 3], nheads_kv = k.size[k.ndim - 2];
   const int64_t batch = packed ? reader.get("cu_seqlens_k").size[0] - 1 : k.size[0];
   params.batch = to_int("batch", batch);
-  params.seqlen_k = params.total_k = to_int("rows of k", rows_k);
+  params.seqlen_k = params.total_k = to_length("rows of k", rows_k);
   params.nheads_kv = to_int("nheads_kv", nheads_kv);
   const int64_t blocks = scaled_blocks(packed, rows_k, rows_k, batch);
   params.blocks = to_int("blocks of keys", blocks);
@@ -503,7 +514,7 @@ void read(Reader& reader, QuantiseParams& params) {
                                   "; accepted: 4 dimensions");
     }
     params.batch_q = to_int("batch of q", q.size[0]);
-    params.seqlen_q = to_int("rows of q", q.size[1]);
+    params.seqlen_q = to_length("rows of q", q.size[1]);
     params.nheads = to_int("nheads", q.size[2]);
     reader.operand("q", params.q, rows_of(q, params.headdim), kernel.dtype);
     reader.operand("q_out", params.q_out, rows_of(q, params.headdim), kernel.dtype);
@@ -545,7 +556,7 @@ void read(Reader& reader, RotaryParams& params) {
   params.in_place = !reader.has("out");
   reader.operand(params.in_place ? "x" : "out", params.out, rows_of(x, x.size[x.ndim - 1]), dtype);
   params.batch = to_int("batch", packed ? reader.get("cu_seqlens").size[0] - 1 : x.size[0]);
-  params.seqlen = to_int("rows of x", packed ? x.size[0] : x.size[1]);
+  params.seqlen = to_length("rows of x", packed ? x.size[0] : x.size[1]);
   params.nheads = to_int("nheads", x.size[x.ndim - 2]);
   params.headdim = to_int("headdim", x.size[x.ndim - 1]);
   read_rotation(reader, x, params.rotation);
@@ -563,7 +574,7 @@ void read(Reader& reader, MergeParams& params) {
                                 " dimensions; accepted: 4");
   }
   params.batch = to_int("batch", out.size[0]);
-  params.seqlen = to_int("rows of out", out.size[1]);
+  params.seqlen = to_length("rows of out", out.size[1]);
   params.nheads = to_int("nheads", out.size[2]);
   params.headdim = to_int("headdim", out.size[3]);
   const Shape shape = rows_of(out, params.headdim);
@@ -584,15 +595,15 @@ void read(Reader& reader, AppendParams& params) {
   }
   const int64_t batch = q.size[0], nheads_kv = k.size[2], seqlen_new = k_new.size[1];
   params.batch = to_int("batch", batch);
-  params.seqlen_q = to_int("rows of q", q.size[1]);
-  params.seqlen_new = to_int("rows of k_new", seqlen_new);
+  params.seqlen_q = to_length("rows of q", q.size[1]);
+  params.seqlen_new = to_length("rows of k_new", seqlen_new);
   params.nheads = to_int("nheads", q.size[2]);
   params.nheads_kv = to_int("nheads_kv", nheads_kv);
   params.headdim = to_int("headdim", q.size[3]);
   params.headdim_v = to_int("headdim_v", v.size[3]);
   params.slots_k = to_int("batch of k", k.size[0]);
   const int64_t pages = reader.has("block_table") ? reader.get("block_table").size[1] : 1;
-  params.seqlen_k = to_int("rows of the cache", k.size[1] * pages);
+  params.seqlen_k = to_length("rows of the cache", k.size[1] * pages);
   if (pages == 1 && !reader.has("block_table") && !reader.has("cache_batch_idx") &&
       params.slots_k != params.batch) {
     throw std::invalid_argument("k: got a batch of " + std::to_string(params.slots_k) +
@@ -627,7 +638,7 @@ void read(Reader& reader, WidenParams& params) {
   }
   const int64_t batch = k_out.size[0], rows = k_out.size[1], nheads_kv = k.size[2];
   params.batch = to_int("batch", batch);
-  params.seqlen_k = to_int("rows of k_out", rows);
+  params.seqlen_k = to_length("rows of k_out", rows);
   params.nheads_kv = to_int("nheads_kv", nheads_kv);
   params.headdim = to_int("headdim", k.size[3]);
   params.headdim_v = to_int("headdim_v", v.size[3]);

@@ -245,7 +245,7 @@ struct Rotation {
 struct QuantiseParams : CallParams {
   static constexpr std::string_view kOperation = "quantise";
 
-  Operand q;      // (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim)
+  Operand q;      // (batch, seqlen_q, nheads, headdim)
   Operand k;      // (batch, seqlen_k, nheads_kv, headdim) or (total_k, nheads_kv, headdim)
   Operand v;      // the same with headdim_v
   Operand q_out;  // like q
@@ -259,7 +259,7 @@ struct QuantiseParams : CallParams {
   int blocks;                   // of kScaledKeys keys: of a dense sequence, or of all packed ones
   int tiles_v, tiles_k, tiles;  // of kScaledKeys rows of a head: of v, of k, of all; by prepare()
   const int* cu_seqlens_k;      // (batch + 1), or null: dense
-  const int* seqused_k;         // (batch), or null
+  const int* seqused_k;         // (batch), or null; where a forward has its values transposed
   Rotation rotation;  // of q and k first; of dense sequences alone, row i is at position i
 };
 

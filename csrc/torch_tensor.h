@@ -92,6 +92,7 @@ inline TensorView view_attributes(PyObject* tensor) {
   if (dtype.get() == names.float16) view.dtype = DType::kFloat16;
   if (dtype.get() == names.bfloat16) view.dtype = DType::kBFloat16;
   if (dtype.get() == names.float8_e4m3fn) view.dtype = DType::kFloat8E4M3;
+  if (dtype.get() == names.int8) view.dtype = DType::kInt8;
   if (dtype.get() == names.float32) view.dtype = DType::kFloat32;
   if (dtype.get() == names.int32) view.dtype = DType::kInt32;
   if (dtype.get() == names.int64) view.dtype = DType::kInt64;

@@ -20,7 +20,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
 @pytest.fixture(scope="module")
-def module(build_support: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+def library(build_support: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     nvcc = build_support.find_nvcc(os.environ)
     if COMPILER is None or nvcc is None:
         pytest.skip("no C++ compiler, or no CUDA toolkit, whose headers it takes")
@@ -32,9 +32,18 @@ def module(build_support: ModuleType, tmp_path_factory: pytest.TempPathFactory) 
     folders = [f"-I{ROOT / 'csrc'}", *(flag for path in includes for flag in ("-isystem", path))]
     sources = [str(ROOT / "csrc/bindings.cpp"), str(ROOT / "tests/cpp/fake_calls.cpp")]
     subprocess.run([COMPILER, *flags, *folders, *sources, "-o", str(library)], check=True)
+    return library
+
+
+def load(library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("fake._C", library)
     assert spec is not None and spec.loader is not None
     return importlib.util.module_from_spec(spec)
+
+
+@pytest.fixture(scope="module")
+def module(library: Path) -> ModuleType:
+    return load(library)
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -73,6 +82,12 @@ def test_a_launch_gets_the_addresses(module: ModuleType) -> None:
         (lambda m, c: m.prepare(1, {}, {}), ValueError, "^kernel: no such row"),
         (lambda m, c: m.prepare(-1, {}, {}), ValueError, "^kernel: no such row"),
         (lambda m, c: m.prepare(0, {}), TypeError, "got 2 arguments; accepted: 3"),
+        (
+            lambda m, c: m.prepare(0, {f"{i}": bf16(1) for i in range(32)}, {"bytes": 8}),
+            ValueError,
+            "more than a launch takes",
+        ),
+        (lambda m, c: m.prepare(0, {}, {"bytes": 8}).launch((), (), 0), ValueError, "no places"),
         (lambda m, c: c.at([0], [0]), ValueError, "got 1 and 1; accepted: one for each of names"),
         (lambda m, c: c.at([0, "1"], [0, 0]), TypeError, "str"),
         (lambda m, c: c.at(3, [0, 0]), TypeError, "int"),
@@ -88,6 +103,28 @@ def test_errors(module: ModuleType, call: Any, error: type[Exception], message: 
     placed = module.prepare(0, {"q": bf16(1)}, {"bytes": 8.0}).at([0, 1], [0, 0])
     with pytest.raises(error, match=message):
         call(module, placed)
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float32)
+DTYPES += (torch.int32, torch.int64, torch.float64)
+
+
+def test_ways_to_read_a_tensor(
+    module: ModuleType, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By DLPack, and by the attributes that torch before 2.10 has."""
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__", raising=False)
+    by_attributes = load(shutil.copy(library, tmp_path))
+    tensors = [torch.zeros(4, 3, 6).to(dtype).transpose(0, 1)[..., 1:] for dtype in DTYPES]
+    told = []
+    for x in tensors:
+        for reader in (module, by_attributes):
+            with pytest.raises(ValueError) as error:
+                reader.prepare(0, {"q": x}, {"tell": 1})
+            told.append(str(error.value))
+        assert told[-1] == told[-2] and "device -1, 3 by 6, 4 by 18, 5 by 1" in told[-1]
+        assert int(told[-1].split(",")[0], 16) == x.data_ptr()
+    assert len({text.split(",")[1] for text in told}) == len(DTYPES)
 
 
 def test_what_a_call_is_remembered_by(module: ModuleType) -> None:

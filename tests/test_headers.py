@@ -107,12 +107,36 @@ def test_plan_of_decoding(tmp_path: Path) -> None:
     """What it chooses is about as fast as the fastest that was measured."""
     rows = json.loads((RESULTS / "decode-parts.json").read_text())["rows"]
     names = ("batch", "seqlen", "nheads", "nheads_kv", "queries")
-    numbers = [row[name] for row in rows for name in names]
+    numbers = [x for row in rows for x in (*(row[name] for name in names), 0)]
     status, printed = output_of("decode_plan", tmp_path, numbers, ())
     chosen = zip((row["us"] for row in rows), printed.split(), strict=True)
     regrets = [us[plan] / min(us.values()) - 1 for us, plan in chosen if plan in us]
     assert status == 0 and len(regrets) >= 70  # of others the time is not known
     assert sum(regrets) / len(regrets) < 0.01 and max(regrets) < 0.1
+
+
+def test_given_splits_do_not_depend_on_capacity(tmp_path: Path) -> None:
+    """Parts of a short sequence merge in the same order, whatever the longest of its batch is."""
+    steps, step_keys = 14, 64
+    given = [(splits, queries) for splits in (1, 5, 16, 17, 24, 32, 64, 300) for queries in (1, 8)]
+    capacities = [steps * step_keys * i for i in (1, 2, 3, 5, 40)]
+    numbers = [
+        x
+        for splits, queries in given
+        for capacity in capacities
+        for x in (4, capacity, 32, 8, queries, splits)
+    ]
+    status, printed = output_of("decode_plan", tmp_path, numbers, ())
+    plans = [[int(x) for x in plan.split(":")] for plan in printed.split()]
+    assert status == 0 and len(plans) == len(given) * len(capacities)
+    merged = []  # how many parts of the sequence each cluster merges
+    for _, splits, cluster in plans:
+        parts = min(splits, steps)
+        merged.append([min(cluster, parts - first) for first in range(0, parts, cluster)])
+    for i, (splits, _) in enumerate(given):
+        of_capacities = merged[i * len(capacities) : (i + 1) * len(capacities)]
+        assert of_capacities == of_capacities[:1] * len(capacities)
+        assert sum(of_capacities[0]) == min(splits, steps)
 
 
 def toolkit_include(build_support: ModuleType) -> tuple[str, ...]:

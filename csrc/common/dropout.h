@@ -8,7 +8,6 @@
 #include "common/fragment.h"
 #include "params.h"
 #include "ptx/movmatrix.h"
-#include "ptx/opaque.h"
 #include "ptx/prmt.h"
 
 namespace flash {

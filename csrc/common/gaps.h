@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
 
 #include "common/range.h"
 #include "common/sequence.h"

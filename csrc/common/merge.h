@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cfloat>
-#include <cstdint>
 
 #include "common/pack.h"
 #include "common/sequence.h"

@@ -2,8 +2,6 @@
 // tensors that it indexes.
 #pragma once
 
-#include <cstdint>
-
 #include "params.h"
 
 namespace flash {

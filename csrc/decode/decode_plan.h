@@ -42,13 +42,19 @@ struct DecodeWork {
   }
 };
 
-// With so many parts, whatever the launch: as few clusters as can be.
-inline DecodePlan plan_of_splits(const DecodeWork& work, int splits, int most_cluster) {
-  if (!work.counted) splits = std::min(splits, most_cluster);
+// With so many parts, whatever the launch: as few clusters as can be. Clusters decide the order in
+// which parts merge, so they do not depend on `most_splits`, of as many keys as a cache has room
+// for.
+inline DecodePlan plan_of_splits(const DecodeWork& work, int splits, int most_splits,
+                                 int most_cluster) {
+  splits = std::min(splits, work.counted ? work.most_splits : most_cluster);
   const int clusters = (splits + most_cluster - 1) / most_cluster;
   int cluster = (splits + clusters - 1) / clusters;
   while (!work.takes(cluster)) --cluster;
-  return {work.counted ? splits : cluster, cluster};
+  if (!work.counted) splits = cluster;
+  splits = std::min(splits, most_splits);
+  if (splits < cluster && work.takes(splits)) cluster = splits;  // all parts are one cluster's
+  return {splits, cluster};
 }
 
 // slots_of(cluster, alone): thread blocks that run at a time, each alone on its SM or not
@@ -63,7 +69,7 @@ DecodePlan plan_decode(const ForwardParams& params, const DecodeWork& work, Slot
   int most_cluster = work.most_cluster;
   while (most_cluster > 1 && slots_of(most_cluster, false) == 0) --most_cluster;
   if (params.num_splits > 0) {
-    return plan_of_splits(work, std::min(params.num_splits, most_splits), most_cluster);
+    return plan_of_splits(work, params.num_splits, most_splits, most_cluster);
   }
 
   // Fitted to an H200, behind a product of a matrix and a vector: 1 to 512 tiles, 1k to 64k keys.

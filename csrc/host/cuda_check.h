@@ -12,6 +12,7 @@ namespace flash {
 // call.
 inline void check_cuda(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // the exception tells of it: the caller's next launch does not fail of it
   throw std::runtime_error(std::string(call) + " failed: " + cudaGetErrorName(status) + " (" +
                            cudaGetErrorString(status) + ")");
 }

@@ -15,10 +15,6 @@ __device__ inline uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-__device__ inline float opaque(float x) {
-  asm volatile("" : "+f"(x));
-  return x;
-}
 __device__ inline int64_t opaque(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 #include "params.h"
 #include "sm80/shared_tile.cuh"

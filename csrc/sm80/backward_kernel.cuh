@@ -8,7 +8,6 @@
 // float32 workspace, in any order or, to be deterministic, in the order of the keys.
 #pragma once
 
-#include <cfloat>
 #include <cmath>
 
 #include "common/dropout.h"
@@ -397,7 +396,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     float4* const mine = parts + blockIdx.x % splits * kSize;
     leave_part(mine, dk, lane);
     leave_part(mine + kDkSize, dv, lane);
-    if (!is_last_block(params.counters + 1 + tile, splits)) return;
+    if (!is_last_block(params.counters + tile, splits)) return;
     clear(dk);
     clear(dv);
 #pragma unroll 1

@@ -9,7 +9,6 @@
 #include <string>
 #include <type_traits>
 
-#include "common/mask.h"
 #include "common/sequence_tiles.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"

@@ -4,7 +4,6 @@
 #include <vector_types.h>
 
 #include <cstddef>
-#include <cstdint>
 
 #include "params.h"
 

@@ -9,9 +9,6 @@
 // make visible its V row is still multiplied: NaN or Inf stored there does reach the output.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "common/divisor.h"
 #include "common/dropout.h"
 #include "common/fragment.h"

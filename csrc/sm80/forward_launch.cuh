@@ -7,7 +7,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "common/mask.h"
 #include "common/sequence_tiles.h"
 #include "host/cuda_check.h"
 #include "host/launch.h"

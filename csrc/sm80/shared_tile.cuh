@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "common/pack.h"
-#include "common/shared_address.h"
 #include "common/tile_layout.h"
 #include "ptx/cp_async.h"
 #include "ptx/opaque.h"

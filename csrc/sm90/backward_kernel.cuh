@@ -32,7 +32,6 @@
 #include "common/with_condition.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
-#include "ptx/opaque.h"
 #include "ptx/prefetch.h"
 #include "ptx/setmaxnreg.h"
 #include "ptx/stmatrix.h"
@@ -307,7 +306,7 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
 
 // ---- Kernel ------------------------------------------------------------------------------------
 
-// Grid: as many thread blocks as fit the device, or as there are tiles; see launch_backward.
+// Grid: as many thread blocks as fit the device, or as there are tiles; see prepare_backward.
 // params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)

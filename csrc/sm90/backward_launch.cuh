@@ -13,7 +13,6 @@
 #include "common/range.h"
 #include "common/scores.h"
 #include "common/sequence_tiles.h"
-#include "host/cuda_check.h"
 #include "host/launch.h"
 #include "host/most_cache.h"
 #include "kernel.h"

@@ -7,7 +7,6 @@
 #include "common/fragment.h"
 #include "common/parts.h"
 #include "common/sequence.h"
-#include "common/warp.h"
 #include "params.h"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/store.cuh"

@@ -10,7 +10,6 @@
 #include "host/known_sequences.h"
 #include "host/launch.h"
 #include "host/makespan.h"
-#include "kernel.h"
 
 namespace flash::sm90 {
 namespace {

@@ -12,7 +12,6 @@
 #include "common/softmax.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
-#include "sm90/backward_tile.h"
 #include "sm90/idle_warps.cuh"
 
 namespace flash::sm90 {

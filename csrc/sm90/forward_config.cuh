@@ -1,7 +1,6 @@
 // What a Hopper forward with some tile shape has: warps, registers, shared memory.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 

@@ -9,8 +9,6 @@
 #include <functional>
 #include <numeric>
 
-#include "common/mask.h"
-#include "host/cuda_check.h"
 #include "host/launch.h"
 #include "kernel.h"
 #include "params.h"
@@ -61,7 +59,9 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole, bool apart
   schedule.heads = params.nheads / schedule.group;
   schedule.heads_of_kv = schedule.heads / params.nheads_kv;
   schedule.blocks = (params.seqlen_q + schedule.rows - 1) / schedule.rows;
-  schedule.tiles = schedule.blocks * schedule.heads * params.batch;
+  // Packed sequences may be fewer tiles than this.
+  const int64_t tiles = int64_t{schedule.blocks} * schedule.heads * params.batch;
+  schedule.tiles = static_cast<int>(std::min<int64_t>(tiles, INT_MAX));
   schedule.whole = std::min(whole, schedule.tiles);
   schedule.tickets = schedule.count_tickets();
   // Without a mask all tiles are equally long, and one head after the other reads memory least.

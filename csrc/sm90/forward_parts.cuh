@@ -22,7 +22,6 @@
 #include "sm90/quantised_softmax.cuh"
 #include "sm90/split.cuh"
 #include "sm90/store.cuh"
-#include "sm90/tile_layout.cuh"
 #include "sm90/tile_range.cuh"
 #include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"

@@ -6,9 +6,6 @@
 // becomes the maximum, what came before is rescaled to it and the block is done again.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "common/pack.h"

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <sstream>
 #include <stdexcept>
-#include <string>
 
 #include "host/driver.h"
 #include "sm90/tile_layout.cuh"

@@ -401,7 +401,7 @@ __device__ void send_ds(typename Config::SharedStorage& shared, int steps,
 
 // ---- Kernel ------------------------------------------------------------------------------------
 
-// Grid: as many clusters as fit the device, or as there are tiles; see launch_backward.
+// Grid: as many clusters as fit the device, or as there are tiles; see prepare_backward.
 // params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
 
 #include "common/sequence.h"
 #include "params.h"

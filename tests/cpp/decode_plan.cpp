@@ -1,5 +1,5 @@
-// The plan of a decode kernel (decode/decode_plan.h) on an H200: of each shape it reads, rows of a
-// tile, parts and the size of a cluster.
+// The plan of a decode kernel (decode/decode_plan.h) on an H200: of each shape it reads, with the
+// number of parts that is given or 0, rows of a tile, parts and the size of a cluster.
 #include "decode/decode_plan.h"
 
 #include <algorithm>
@@ -16,9 +16,11 @@ constexpr int kAlone[] = {132, 132, 117, 120, 110, 102, 105, 120,
                           81,  70,  77,  84,  91,  98,  105, 112};
 
 int main() {
-  int batch, seqlen_k, nheads, nheads_kv, seqlen_q;
-  while (std::scanf("%d %d %d %d %d", &batch, &seqlen_k, &nheads, &nheads_kv, &seqlen_q) == 5) {
+  int batch, seqlen_k, nheads, nheads_kv, seqlen_q, num_splits;
+  while (std::scanf("%d %d %d %d %d %d", &batch, &seqlen_k, &nheads, &nheads_kv, &seqlen_q,
+                    &num_splits) == 6) {
     ForwardParams params{};
+    params.num_splits = num_splits;
     params.batch = batch;
     params.seqlen_q = seqlen_q;
     params.seqlen_k = seqlen_k;
