@@ -136,6 +136,14 @@ def _rules(mask_function: Callable[..., Any]) -> _Rules:
     return rules
 
 
+def asks_for_no_more_than_a_window(mask_function: Callable[..., Any]) -> bool:
+    """Whether a mask is none, causal or a window; documents are those of the positions."""
+    try:
+        return _rules(mask_function).chunk is None
+    except _SingleScoresError:
+        return False
+
+
 def _padding(seen: Tensor) -> _Padding:
     """Of (batch, keys) bool, false at padding. Waits for the GPU.
 

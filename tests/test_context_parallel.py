@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import EXAMPLES
 from distributed_worker import Groups, Pool, pool
 from helpers import (
@@ -41,9 +42,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+import flash_attn
 from benchmarks import context_parallel as cost_model
 from flash_attn import distributed
-from flash_attn.distributed import _agreement, _heads, _ring, adapters
+from flash_attn.distributed import _agreement, _heads, _ring, adapters, functions
 from flash_attn.distributed._layout import Layout
 from flash_attn.distributed._plan import Block, Mask, Plan
 
@@ -204,7 +206,7 @@ def test_unshard_has_one_derivative() -> None:
     whole = _Unshard.apply(x, 1, Grid(None, None), Layout(4, 1, 1, "zigzag"))
     (first,) = torch.autograd.grad(whole.pow(3).sum(), x, create_graph=True)
     torch.testing.assert_close(first, 3 * x.detach() ** 2)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(NotImplementedError, match="differentiable once"):
         first.sum().backward()
 
 
@@ -439,14 +441,18 @@ def test_a_rank_with_another_order(processes):
 @pytest.mark.parametrize(
     "change, kind, error, message",
     [
-        ({"is_none": True}, "ring", TypeError, "q must be a torch.Tensor of 4 dimensions"),
+        ({"is_none": True}, "ring", TypeError, "q must be a torch.Tensor, got NoneType"),
+        ({"dtype": torch.float8_e4m3fn}, "ring", TypeError, "q must have one .* float8_e4m3fn"),
+        ({"window_size": "x" * 3000}, "ulysses", ValueError, "window_size must be a pair"),
+        ({"alibi_slopes": [0.5] * 4}, "ring", TypeError, "alibi_slopes .* got list"),
+        ({"cu_seqlens": 5}, "ring", TypeError, "cu_seqlens must be integers .* got int"),
         ({"softcap": -1.0}, "ring", ValueError, "softcap must be finite and at least 0"),
         ({"seqlen": 9}, "ring", ValueError, r"tokens that shard\(\) gives this rank"),
         ({"order": "sideways"}, "ring", ValueError, "order must be one of zigzag, contiguous"),
         ({"heads": 6}, "ulysses", ValueError, "q must have a number of heads .* 4, got 6"),
         ({"alibi_slopes": torch.rand(3)}, "mesh", ValueError, "alibi_slopes must have shape"),
         ({"window_size": 3}, "mesh", ValueError, "window_size must be a pair"),
-        ({"cu_seqlens": [0, 9]}, "ring", TypeError, "q must be a torch.Tensor of 3 dimensions"),
+        ({"cu_seqlens": [0, 9]}, "ring", ValueError, "q must have 3 dimensions, got shape"),
     ],
 )
 def test_a_rank_with_wrong_arguments(processes, change, kind, error, message):
@@ -456,6 +462,134 @@ def test_a_rank_with_wrong_arguments(processes, change, kind, error, message):
     for answer in (answers[0], *answers[2:]):
         assert isinstance(answer, RuntimeError)
         assert re.search(f"rank 1 of the group: {error.__name__}: .*{message}", str(answer))
+
+
+def attend_where_nothing_runs(groups: Groups, kind: str, ranks: list[int]) -> Any:
+    """A call that some ranks force to a backend that is not there, and one that it leaves alone."""
+    change = {"softcap": 5.0}
+    try:
+        with contextlib.ExitStack() as stack:
+            if dist.get_rank() in ranks:
+                stack.enter_context(flash_attn.use_backend("sm90"))
+            attend_otherwise(groups, dict.fromkeys(range(WORLD), change), kind)
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        attend_otherwise(groups, {}, kind)
+        return error
+    return None
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses", "mesh"])
+@pytest.mark.parametrize("ranks", [[1], list(range(WORLD))])
+def test_the_next_call_after_an_error(processes, kind, ranks):
+    """No message of the call that failed is left under way."""
+    for answer in processes.ask(attend_where_nothing_runs, kind=kind, ranks=ranks):
+        if len(ranks) == WORLD:
+            assert isinstance(answer, NotImplementedError)
+        else:
+            assert isinstance(answer, ValueError) and "use_backend must be" in str(answer)
+
+
+def attend_with_lse(groups: Groups, ranks: list[int]) -> Any:
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)
+    wanted = dist.get_rank() in ranks
+    try:
+        results = distributed.ulysses_flash_attn_func(q, q, q, return_attn_probs=wanted)
+    except ValueError as error:
+        return str(error)
+    out, lse, _ = results
+    (out.sum() + (lse.sum() if dist.get_rank() == 0 else 0)).backward()
+    return q.grad is not None
+
+
+def test_lse_on_some_ranks(processes):
+    for answer in processes.run(attend_with_lse, ranks=[0, 1]):
+        assert "return_attn_probs must be the same" in answer
+    assert all(processes.run(attend_with_lse, ranks=list(range(WORLD))))  # whose loss has it or not
+
+
+def one_more_call(groups: Groups) -> Any:
+    """Calls of a known kind but for what no key had."""
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)
+    slopes = torch.rand(4)
+    distributed.ring_flash_attn_func(q, q, q, alibi_slopes=slopes)
+    with contextlib.suppress(NotImplementedError):
+        distributed.ring_flash_attn_func(q, q, q, alibi_slopes=slopes.requires_grad_())
+        return "slopes without a gradient"
+    group = dist.group.WORLD
+    seqlen = torch.tensor(8 * WORLD)
+    for _ in range(3):
+        distributed.ring_flash_attn_func(q, q, q, causal=True, seqlen=seqlen.clone())
+    kinds = len(functions._agreed[group])
+    distributed.ring_flash_attn_func(q, q, q, causal=True, seqlen=seqlen.clone())
+    if len(functions._agreed[group]) > kinds:
+        return "each tensor is a kind of its own"
+    # Aligned data behind an offset that is not.
+    odd = torch.frombuffer(bytearray(16 * 4 * 8 * 8 + 16), dtype=torch.float32, offset=4)[3:]
+    odd = odd[: 8 * 4 * 16].view(1, 8, 4, 16)
+    distributed.ulysses_flash_attn_func(odd, odd, odd)
+    return None
+
+
+def test_known_kinds(processes):
+    assert processes.run(one_more_call) == [None] * WORLD
+
+
+def call_on_a_mesh(groups: Groups, ranks: list[list[int]]) -> Any:
+    mesh = DeviceMesh("cpu", torch.tensor(ranks))
+    whole = torch.randn(1, 32, 4, 16, generator=torch.Generator().manual_seed(0))
+    try:
+        local = distributed.shard(whole, group=mesh)
+    except ValueError as error:
+        return str(error)
+    out = distributed.ring_flash_attn_func(local, local, local, causal=True, group=mesh)
+    expected = flash_attn.flash_attn_func(whole, whole, whole, causal=True)
+    return (distributed.unshard(out, group=mesh) - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 2], [1, 0]]])
+def test_meshes(processes, ranks):
+    assert all(gap < 1e-5 for gap in processes.run(call_on_a_mesh, ranks=ranks))
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [3, 2]], [[1, 0], [2, 3]], [[0, 3], [2, 1]]])
+def test_meshes_whose_groups_have_another_order(processes, ranks):
+    for answer in processes.run(call_on_a_mesh, ranks=ranks):
+        assert answer.startswith("group must be a mesh whose ranks ascend")
+
+
+def unshard_otherwise(groups: Groups, change: str) -> Any:
+    x = torch.randn(2, 3)
+    if dist.get_rank() == 1:
+        x = {"dtype": x.double(), "sizes": x[:1], "dimensions": x[None]}[change]
+    return distributed.unshard(x, -1)
+
+
+@pytest.mark.parametrize("change", ["dtype", "sizes", "dimensions"])
+def test_unshard_of_ranks_that_differ(processes, change):
+    for answer in processes.ask(unshard_otherwise, change=change):
+        assert isinstance(answer, ValueError) and "on all ranks" in str(answer)
+
+
+def test_bad_arguments_of_shard(processes):
+    for which, error, message in (
+        ("shard_list", TypeError, "x must be a torch.Tensor, got list"),
+        ("shard_dim", ValueError, "dim must be one of the 2 dimensions of x, got 2"),
+        ("position_total", TypeError, "total must be an int"),
+        ("position_bounds", ValueError, "cu_seqlens must never fall, got 3 after 5"),
+        ("group", ValueError, "group must be a ProcessGroup or DeviceMesh .* got 5"),
+    ):
+        for answer in processes.ask(shard_wrongly, which=which):
+            assert isinstance(answer, error) and re.search(message, str(answer)), answer
+
+
+def shard_wrongly(groups: Groups, which: str) -> Any:
+    return {
+        "shard_list": lambda: distributed.shard([1, 2]),
+        "shard_dim": lambda: distributed.shard(torch.zeros(2, 4), 2),
+        "position_total": lambda: distributed.position_ids(5.5),
+        "position_bounds": lambda: distributed.position_ids(9, cu_seqlens=[0, 5, 3]),
+        "group": lambda: distributed.shard(torch.zeros(2, 4), group=5),
+    }[which]()
 
 
 def call_alone(groups: Groups) -> Any:
@@ -653,6 +787,41 @@ def test_in_the_place_of_context_parallel(processes, division):
         torch.testing.assert_close(out, expected)
 
 
+def attend_to_views_in_context(groups: Groups, qkv: Tensor) -> Any:
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # of one memory
+    before, strides = qkv.clone(), [x.stride() for x in (q, k, v)]
+    mesh = DeviceMesh("cpu", range(WORLD))
+    with adapters.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(qkv, before) and [x.stride() for x in (q, k, v)] == strides
+    assert q.data_ptr() == qkv.data_ptr()
+    (out,) = adapters.context_parallel_unshard(mesh, [out], [2])
+    return out
+
+
+def test_buffers_that_share_memory(processes):
+    qkv = torch.randn(2, 16, 3, 4, 8)
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for out in processes.run(attend_to_views_in_context, qkv=qkv):
+        torch.testing.assert_close(out, expected)
+
+
+def test_bad_buffers():
+    x = torch.zeros(2, 4, requires_grad=True)
+    for buffers, kept, error, message in (
+        ([x], (), ValueError, "must not require a gradient"),
+        ([1.0], (), TypeError, "buffers must be tensors, got float"),
+        ([x.detach()], [x], ValueError, "no_restore_buffers must be among buffers"),
+    ):
+        mesh: Any = None
+        with pytest.raises(error, match=message):
+            with adapters.context_parallel(
+                mesh, buffers=buffers, buffer_seq_dims=[1], no_restore_buffers=kept
+            ):
+                pass
+
+
 def run_transformers(groups: Groups, method: str, documents: list[int] | None) -> Any:
     """Logits of this rank's tokens, of a small model; and those of the whole sequence here."""
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -693,6 +862,52 @@ def run_transformers(groups: Groups, method: str, documents: list[int] | None) -
 def test_transformers(processes, method, documents):
     for logits, expected in processes.run(run_transformers, method=method, documents=documents):
         torch.testing.assert_close(logits, expected)
+
+
+def run_what_ranks_do_not_share(groups: Groups, case: str) -> Any:
+    from transformers import AutoModel, BertConfig, Llama4TextConfig, LlamaConfig, T5Config
+
+    small = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    config: Any = {
+        "padding": lambda: LlamaConfig(**small, **sizes),
+        "bert": lambda: BertConfig(**small, **sizes),
+        "chunks": lambda: Llama4TextConfig(
+            **small,
+            **sizes,
+            num_key_value_heads=4,
+            intermediate_size_mlp=64,
+            num_local_experts=1,
+            attention_chunk_size=3,
+        ),
+        "bias": lambda: T5Config(vocab_size=64, d_model=64, num_layers=1, num_heads=4, d_ff=64),
+    }[case]()
+    name = adapters.register_with_transformers("context_parallel_of_less")
+    model = AutoModel.from_config(config, attn_implementation=name)
+    if case == "bias":
+        model = model.get_encoder()
+    mask = torch.ones(1, 8, dtype=torch.long)
+    if case in ("padding", "bert"):
+        mask[0, :2] = 0
+    model(torch.randint(64, (1, 8)), attention_mask=mask)
+    return None
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("padding", "attention_mask must be None"),
+        ("bert", "attention_mask must be None"),
+        ("chunks", "causal masks and windows alone"),
+        ("bias", "position_bias, indices and block_indices must be None"),
+    ],
+)
+def test_transformers_that_ask_for_more(processes, case, message):
+    for answer in processes.ask(run_what_ranks_do_not_share, case=case):
+        assert isinstance(answer, ValueError) and message in str(answer), answer
 
 
 def test_model_counts_what_is_visible():

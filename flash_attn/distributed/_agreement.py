@@ -29,7 +29,9 @@ def gather(description: Description, grid: Grid, device: torch.device) -> list[d
     RuntimeError
         If some rank has sent none after TIMEOUT: it makes no such call, or is lost.
     """
-    encoded = json.dumps(description).encode()[:SIZE].ljust(SIZE)
+    if "error" in description:  # a letter is up to 6 bytes
+        description = {"error": description["error"][: SIZE // 8]}
+    encoded = json.dumps(description).encode().ljust(SIZE)
     table = torch.tensor(list(encoded), dtype=torch.uint8, device=device)[None]
     for members in reversed(grid):
         if members is not None:
@@ -47,6 +49,16 @@ def gather(description: Description, grid: Grid, device: torch.device) -> list[d
             work.wait()
             table = torch.cat(parts)
     return [json.loads(bytes(row)) for row in table.tolist()]
+
+
+def device_of(group: dist.ProcessGroup, q: Any) -> torch.device:
+    """Where the ranks of a group gather: the same kind on all of them, whatever q is."""
+    kinds = {x.type for x in group._device_types}
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    if isinstance(q, torch.Tensor) and q.device.type in kinds:
+        return q.device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def check(descriptions: list[dict[str, Any]]) -> None:

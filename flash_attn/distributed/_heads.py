@@ -14,6 +14,7 @@ Computing waits for three tensors of part 1, and for one of part 2: part 1 is th
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -22,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_attn import _ops
+from flash_attn._differentiation import differentiable_once
 from flash_attn.distributed import _ring
 from flash_attn.distributed._layout import as_slice
 from flash_attn.distributed._messages import Messages, give_way
@@ -126,14 +127,15 @@ class HeadsAttention(torch.autograd.Function):
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
         saved: list[Tensor] = []
-        for (part, exchange, qkv), stream in zip(arriving, (None, side), strict=False):
-            with torch.cuda.stream(stream):  # None: where we are
-                exchange.wait()
-                if side is not None:
-                    give_way(q.device)
-                of_part, sinks = _of_part(call, division, part, s_aux)
-                results = _ring.forward(of_part, *_with_own_keys(division, part, *qkv), sinks)
-            saved += [*qkv, *results]
+        with _all_waited_for(arriving):
+            for (part, exchange, qkv), stream in zip(arriving, (None, side), strict=False):
+                with torch.cuda.stream(stream):  # None: where we are
+                    exchange.wait()
+                    if side is not None:
+                        give_way(q.device)
+                    of_part, sinks = _of_part(call, division, part, s_aux)
+                    results = _ring.forward(of_part, *_with_own_keys(division, part, *qkv), sinks)
+                saved += [*qkv, *results]
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         leaving = _Exchange(row)
@@ -143,13 +145,13 @@ class HeadsAttention(torch.autograd.Function):
                 leaving.to_tokens(_by_token(part_lse), part.heads, lse)
         leaving.start()
         leaving.wait()
-        ctx.call, ctx.row = call, row
+        ctx.call, ctx.row, ctx.wants_lse = call, row, wants_lse
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(s_aux, *saved)
         return out, None if lse is None else _by_head(lse)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         row: Row = ctx.row
         division = row.division
@@ -163,27 +165,36 @@ class HeadsAttention(torch.autograd.Function):
         ds_aux = torch.zeros_like(s_aux) if ctx.needs_input_grad[3] else None
         if dout is None:
             dout = _of_all_heads(division, out, division.nheads).zero_()
+        if ctx.wants_lse and dlse is None:  # other ranks may have one: all send as much
+            dlse = dout.new_zeros(*dout.shape[:-1], dtype=lse.dtype).mT
         upstream = [dout] if dlse is None else [dout, _by_token(dlse)]
         leaving = []
         # In the forward the larger part was the last one. Here it is the first one: of its tensors
         # one is waited for, of the other's three.
-        for part, arriving, arrived in _start_to_heads(row, division.parts[::-1], upstream):
-            arriving.wait()
-            q, k, v, out, lse = saved_parts.pop()
-            of_part, sinks = _of_part(ctx.call, division, part, s_aux)
-            part_dlse = None if dlse is None else _by_head(arrived[1]).contiguous()
-            part_dq, *part_dkv, delta = _ring.backward(
-                of_part, *_with_own_keys(division, part, q, k, v), out, lse, arrived[0], part_dlse
-            )
-            leaving.append(exchange := _Exchange(row))
-            exchange.to_tokens(part_dq, part.heads, dq)
-            for total, x, keys in zip(dkv, part_dkv, (k, v), strict=True):
-                x = _summed_by_key(division, part, x, keys)
-                exchange.to_tokens(x, part.heads_kv, total, adds=division.shares_keys)
-            exchange.start()
-            if ds_aux is not None and sinks is not None:
-                own = as_slice(part.heads[division.rank])
-                ds_aux[own] = _ops._sink_gradient(sinks, lse, delta)
+        coming = _start_to_heads(row, division.parts[::-1], upstream)
+        with _all_waited_for(coming):
+            for part, arriving, arrived in coming:
+                arriving.wait()
+                q, k, v, out, lse = saved_parts.pop()
+                of_part, sinks = _of_part(ctx.call, division, part, s_aux)
+                part_dlse = None if dlse is None else _by_head(arrived[1]).contiguous()
+                part_dq, *part_dkv, delta = _ring.backward(
+                    of_part,
+                    *_with_own_keys(division, part, q, k, v),
+                    out,
+                    lse,
+                    arrived[0],
+                    part_dlse,
+                )
+                leaving.append(exchange := _Exchange(row))
+                exchange.to_tokens(part_dq, part.heads, dq)
+                for total, x, keys in zip(dkv, part_dkv, (k, v), strict=True):
+                    x = _summed_by_key(division, part, x, keys)
+                    exchange.to_tokens(x, part.heads_kv, total, adds=division.shares_keys)
+                exchange.start()
+                if ds_aux is not None and sinks is not None:
+                    own = as_slice(part.heads[division.rank])
+                    ds_aux[own] = _ops._sink_gradient(sinks, lse, delta)
         for exchange in leaving:
             exchange.wait()
         dk, dv = (x.to(k.dtype) for x in dkv)
@@ -203,6 +214,15 @@ def _start_to_heads(
         exchange.put_own()
         found.append((part, exchange, tensors))
     return found
+
+
+@contextmanager
+def _all_waited_for(arriving: Sequence[tuple[Part, "_Exchange", list[Tensor]]]) -> Iterator[None]:
+    """Also of an error: see Messages.under_way."""
+    with ExitStack() as stack:
+        for _, exchange, _ in arriving:
+            stack.enter_context(exchange.messages.under_way())
+        yield
 
 
 @cache
@@ -265,7 +285,7 @@ class _Exchange:
 
     def __init__(self, row: Row) -> None:
         self._division = row.division
-        self._messages = Messages(row.members)
+        self.messages = Messages(row.members)
         self._own: list[tuple[Tensor, Tensor, bool]] = []
         self._arriving: list[tuple[Tensor, Tensor, bool]] = []
 
@@ -290,7 +310,7 @@ class _Exchange:
             sent = x.new_empty(*x.shape[:2], sum(counts[rank]), x.shape[3])
             for target, piece in zip(sent.split(counts[rank], 2), pieces, strict=True):
                 _put(target, piece)
-            self._messages.send(sent, rank)
+            self.messages.send(sent, rank)
             self._receive(rank, result[:, rows])
         return list(result.split(own, 2))
 
@@ -301,21 +321,21 @@ class _Exchange:
             if rank == self._division.rank:
                 self._own.append((target, x[:, rows], adds))
                 continue
-            self._messages.send(x[:, rows].contiguous(), rank)
+            self.messages.send(x[:, rows].contiguous(), rank)
             self._receive(rank, target, x.dtype, adds)
 
     def _receive(
         self, rank: int, target: Tensor, dtype: torch.dtype | None = None, adds: bool = False
     ) -> None:
         if target.is_contiguous() and not adds:
-            self._messages.receive(target, rank)
+            self.messages.receive(target, rank)
             return
         arrived = target.new_empty(target.shape, dtype=dtype)
-        self._messages.receive(arrived, rank)
+        self.messages.receive(arrived, rank)
         self._arriving.append((target, arrived, adds))
 
     def start(self) -> None:
-        self._messages.start()
+        self.messages.start()
 
     def put_own(self) -> None:
         """Copy what a rank sends itself, at a time when messages are waited for."""
@@ -326,7 +346,7 @@ class _Exchange:
     def wait(self) -> None:
         """Let what is launched next wait for the tensors."""
         self.put_own()
-        self._messages.wait()
+        self.messages.wait()
         for put in self._arriving:
             _put(*put)
 
@@ -343,5 +363,6 @@ def _put(target: Tensor, x: Tensor, adds: bool = False) -> None:
 
 def _is_wide(x: Tensor) -> bool:
     """Whether its rows consist of whole 16 bytes."""
-    sizes = x.data_ptr(), *(n * x.itemsize for n in (x.shape[-1], *x.stride()[:-1]))
+    elements = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+    sizes = x.data_ptr(), *(n * x.itemsize for n in elements)
     return x.stride(-1) == 1 and all(n % 16 == 0 for n in sizes)

@@ -3,14 +3,18 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flash_attn._arguments import lengths_between
+from flash_attn._differentiation import differentiable_once
+from flash_attn._numbers import integer
 
 Order = Literal["zigzag", "contiguous"]
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -45,10 +49,14 @@ def grid_of(group: Group) -> Grid:
     Raises
     ------
     ValueError
-        If this rank is not in the group, or the mesh has more than two dimensions.
+        If this rank is not in the group, or the mesh has more than two dimensions, or ranks in an
+        order that groups of them do not have.
     """
     if isinstance(group, DeviceMesh):
+        if group.get_coordinate() is None:
+            raise ValueError("group must be a mesh that this rank is in")
         if group.ndim == 2:
+            _check_places(tuple(map(tuple, group.mesh.tolist())))
             return Grid(group.get_group(0), group.get_group(1))
         if group.ndim != 1:
             raise ValueError(f"group must be a mesh of 1 or 2 dimensions, got {group.ndim}")
@@ -57,8 +65,28 @@ def grid_of(group: Group) -> Grid:
     if ring is None:
         raise ValueError("group needs torch.distributed: call init_process_group() first")
     if not isinstance(ring, dist.ProcessGroup):  # new_group() gives others a number
-        raise ValueError("group must be a group that this rank is in")
+        raise ValueError(
+            f"group must be a ProcessGroup or DeviceMesh that this rank is in, got {ring!r}"
+        )
     return Grid(ring, None)
+
+
+@lru_cache
+def _check_places(ranks: tuple[tuple[int, ...], ...]) -> None:
+    """Groups count their ranks as the ranks ascend: those of a row need the same place in their
+    columns, and those of a column in their rows.
+    """
+    for lines, across in (
+        (ranks, tuple(zip(*ranks, strict=True))),
+        (zip(*ranks, strict=True), ranks),
+    ):
+        for line in lines:
+            places = {sorted(other).index(x) for x, other in zip(line, across, strict=True)}
+            if len(places) > 1:
+                raise ValueError(
+                    f"group must be a mesh whose ranks ascend, or have one order in all rows and "
+                    f"one in all columns, got {[list(row) for row in ranks]}"
+                )
 
 
 @dataclass(frozen=True)
@@ -159,7 +187,7 @@ def shard(x: Tensor, dim: int = 1, group: Group = None, order: Order = "zigzag")
     order : {"zigzag", "contiguous"}
         As of the attention. ``ulysses_flash_attn_func`` takes "contiguous".
     """
-    grid = grid_of(group)
+    grid, dim = grid_of(group), _dimension(x, dim)
     chunks = Layout(x.shape[dim], *grid.sizes, order).chunks(*grid.ranks)
     parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
@@ -170,19 +198,35 @@ def unshard(x: Tensor, dim: int = 1, group: Group = None, order: Order = "zigzag
 
     Every rank calls it. Its gradient is that of the sum of what all ranks make of the result.
     """
-    grid = grid_of(group)
-    lengths = [x.shape[dim]]
+    grid, dim = grid_of(group), _dimension(x, dim)
+    of_ranks = [(x.shape[dim], (str(x.dtype), dim, *x.shape[:dim], *x.shape[dim + 1 :]))]
     for members in reversed(grid):
         if members is not None:
             gathered: list[Any] = [None] * size_of(members)
-            dist.all_gather_object(gathered, lengths, members)
-            lengths = sum(gathered, [])
+            dist.all_gather_object(gathered, of_ranks, members)
+            of_ranks = sum(gathered, [])
+    lengths = [tokens for tokens, _ in of_ranks]
+    if len(kinds := {kind for _, kind in of_ranks}) > 1:
+        raise ValueError(
+            "x must have the same dtype, dim and sizes but that of dim on all ranks, got "
+            f"{' and '.join(map(str, sorted(kinds)))}"
+        )
     layout = Layout(sum(lengths), *grid.sizes, order)
     if lengths != layout.lengths():
         raise ValueError(
             f"x must have what shard() gives each rank, {layout.lengths()} tokens, got {lengths}"
         )
-    return _Unshard.apply(x, dim % x.dim(), grid, layout)
+    return _Unshard.apply(x, dim, grid, layout)
+
+
+def _dimension(x: Any, dim: Any) -> int:
+    """``dim``, counted from the first one of x."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    dim = integer("dim", dim)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be one of the {x.dim()} dimensions of x, got {dim}")
+    return dim % x.dim()
 
 
 class _Unshard(torch.autograd.Function):
@@ -197,7 +241,7 @@ class _Unshard(torch.autograd.Function):
         return _summed(whole, grid)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         whole = _summed(gradients[0].clone(memory_format=torch.contiguous_format), ctx.grid)
         chunks = ctx.layout.chunks(*ctx.grid.ranks)
@@ -225,9 +269,43 @@ def position_ids(
 
     With the ``cu_seqlens`` of documents packed into ``total`` tokens, the places in the documents.
     """
+    total = integer("total", total)
+    if total < 0:
+        raise ValueError(f"total must be at least 0, got {total}")
     places = torch.arange(total, device=device)
     if cu_seqlens is not None:
-        bounds = torch.as_tensor(cu_seqlens, device=device, dtype=torch.int64)
+        of_documents = host_values(cu_seqlens)
+        lengths_between("cu_seqlens", of_documents, "the sequence", None)
+        bounds = torch.tensor(of_documents, device=device, dtype=torch.int64)
         starts = torch.cat([bounds.new_zeros(1), bounds])
         places = places - starts[torch.searchsorted(bounds, places, right=True)]
     return shard(places, 0, group, order)
+
+
+_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # cu_seqlens on a GPU: version, values
+
+
+def host_values(cu_seqlens: Any) -> tuple[int, ...]:
+    """The bounds of documents; a tensor on a GPU is read once, as long as nothing writes to it."""
+    if not isinstance(cu_seqlens, (Tensor, Iterable)):
+        raise TypeError(
+            f"cu_seqlens must be integers or a 1-D torch.int32 tensor, got "
+            f"{type(cu_seqlens).__name__}"
+        )
+    if not isinstance(cu_seqlens, Tensor):
+        values = tuple(integer("cu_seqlens", x) for x in cu_seqlens)
+    elif cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            "cu_seqlens must be integers or a 1-D torch.int32 tensor, got a "
+            f"{cu_seqlens.dtype} tensor of shape {tuple(cu_seqlens.shape)}"
+        )
+    elif cu_seqlens.is_cpu or cu_seqlens.is_inference():
+        values = tuple(cu_seqlens.tolist())
+    else:
+        version, values = _read.get(cu_seqlens, (None, ()))
+        if version != cu_seqlens._version:
+            values = tuple(cu_seqlens.tolist())
+            _read[cu_seqlens] = cu_seqlens._version, values
+    if not values:
+        raise ValueError("cu_seqlens must have documents + 1 values, got none")
+    return values

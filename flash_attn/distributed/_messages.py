@@ -4,7 +4,8 @@ NCCL runs those of one ``Messages`` on a stream of its own: they wait for what w
 them, and the host for nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,5 +52,14 @@ class Messages:
 
     def wait(self) -> None:
         """Let what is launched next wait for the messages."""
-        for work in self._works:
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Wait in the end, also of an error: what nobody waits for, the next call would meet."""
+        try:
+            yield
+        finally:
+            self.wait()

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flash_attn import _arguments, _backends, _ops
 from flash_attn._arguments import Attention, Options, Place
+from flash_attn._differentiation import differentiable_once
 from flash_attn.distributed._layout import as_slice, overlap, size_of, without
 from flash_attn.distributed._messages import Messages, give_way
 from flash_attn.distributed._plan import Block, Plan, Step
@@ -62,7 +62,7 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, s_aux, out, lse = ctx.saved_tensors
         if dout is None:
@@ -86,9 +86,9 @@ def forward(
         messages.start()
         if messages.are_under_way:
             give_way(q.device)
-        for block in step.blocks:
-            result.add(block.rows, *attend(call, block, q, keys, s_aux))
-        messages.wait()
+        with messages.under_way():
+            for block in step.blocks:
+                result.add(block.rows, *attend(call, block, q, keys, s_aux))
         keys = following
     return result.whole()
 
@@ -121,16 +121,16 @@ def backward(
             keys, gradients = [k, v], [dk, dv]
         elif distance > 0:
             gradients = [sum_of(x, steps[distance].rows, parts=len(blocks)) for x in keys]
-        for block in blocks:
-            part_dq, part_dk, part_dv, part_delta = attend_backward(
-                call, block, dout, q, out, lse, dlse, keys
-            )
-            dq.add(block.rows, part_dq)
-            gradients[0].add(block.cols, part_dk)
-            gradients[1].add(block.cols, part_dv)
-            if block.is_diagonal:
-                delta[:, :, as_slice(block.rows)] += part_delta
-        messages.wait()
+        with messages.under_way():
+            for block in blocks:
+                part_dq, part_dk, part_dv, part_delta = attend_backward(
+                    call, block, dout, q, out, lse, dlse, keys
+                )
+                dq.add(block.rows, part_dq)
+                gradients[0].add(block.cols, part_dk)
+                gradients[1].add(block.cols, part_dv)
+                if block.is_diagonal:
+                    delta[:, :, as_slice(block.rows)] += part_delta
         keys = following
         for total, returned in zip((dk, dv), returning, strict=False):
             start = 0

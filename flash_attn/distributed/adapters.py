@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from flash_attn._transformers import check_name, options
-from flash_attn.distributed._layout import Group, Order, shard, unshard
+from flash_attn._transformers import asks_for_no_more_than_a_window, check_name, options
+from flash_attn.distributed._layout import Group, Order, grid_of, shard, unshard
 from flash_attn.distributed.functions import ring_flash_attn_func, ulysses_flash_attn_func
 
 Method = Literal["ring", "ulysses"]
@@ -24,6 +24,9 @@ Method = Literal["ring", "ulysses"]
 def _attention(group: Group, method: Method, order: Order) -> Callable[..., Tensor]:
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
+    grid_of(group)
+    if order not in get_args(Order):
+        raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
     if method == "ulysses":
         return partial(ulysses_flash_attn_func, group=group)
     return partial(ring_flash_attn_func, group=group, order=order)
@@ -55,7 +58,7 @@ def register_with_transformers(
         Which attention. "ulysses" wants contiguous order.
     """
     check_name(name)
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     attend = _attention(group, method, order)
 
@@ -71,15 +74,20 @@ def register_with_transformers(
         softcap: float | None = None,
         is_causal: bool | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        indices: Any = None,
+        block_indices: Any = None,
         cu_seq_lens_q: Any = None,
         seqlen: int | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
         """Of (batch, nheads, tokens, headdim), to (batch, tokens, nheads, headdim)."""
         if attention_mask is not None:
+            _refuse_mask()
+        if any(x is not None for x in (position_bias, indices, block_indices)):
             raise ValueError(
-                "attention_mask must be None, got a tensor: pack sequences without padding, and "
-                "pass cu_seq_lens_q"
+                "position_bias, indices and block_indices must be None, as no ranks share them, "
+                f"got one of {type(module).__name__}"
             )
         qkv = [x.transpose(1, 2) for x in (query, key, value)]
         asked = options(module, dropout, scaling, sliding_window, softcap, is_causal, s_aux)
@@ -92,7 +100,33 @@ def register_with_transformers(
         return out if cu_seq_lens_q is None else out[None], None
 
     AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _no_mask)
     return name
+
+
+def _refuse_mask() -> None:
+    raise ValueError(
+        "attention_mask must be None, got a tensor: pack sequences without padding, and pass "
+        "cu_seq_lens_q"
+    )
+
+
+@torch.compiler.disable
+def _no_mask(
+    *unused: Any,
+    mask_function: Callable[..., Any],
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    **more: Any,
+) -> None:
+    """What transformers asks of a mask the attention knows: causal masks and windows."""
+    if attention_mask is not None and not attention_mask.all():
+        _refuse_mask()
+    if not asks_for_no_more_than_a_window(mask_function):
+        raise ValueError(
+            "the model must ask for causal masks and windows alone, where ranks share a sequence, "
+            f"got {getattr(mask_function, '__qualname__', mask_function)}"
+        )
 
 
 @contextmanager
@@ -120,7 +154,15 @@ def context_parallel(
         )
     order = _order(method)
     kept = {id(x) for x in no_restore_buffers or ()}
-    whole = [None if id(x) in kept else x.detach().clone() for x in buffers]
+    for x in buffers:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"buffers must be tensors, got {type(x).__name__}")
+        if x.requires_grad:
+            raise ValueError("buffers are changed in place and must not require a gradient")
+    if not kept <= {id(x) for x in buffers}:
+        raise ValueError("no_restore_buffers must be among buffers")
+    # A buffer gets memory of its own: its memory may be that of others, too.
+    whole = [None if id(x) in kept else x.detach() for x in buffers]
     seqlen = buffers[0].shape[dims[0]] if buffers else None
     attend = _attention(mesh, method, order)
 
@@ -146,8 +188,7 @@ def context_parallel(
     try:
         with torch.no_grad():
             for x, dim in zip(buffers, dims, strict=True):
-                local = shard(x, dim, mesh, order)
-                x.resize_(local.shape).copy_(local)
+                x.set_(shard(x, dim, mesh, order).contiguous())  # type: ignore[call-overload]
         functional.scaled_dot_product_attention = attention
         yield
     finally:
@@ -155,7 +196,7 @@ def context_parallel(
         with torch.no_grad():
             for x, original in zip(buffers, whole, strict=True):
                 if original is not None:
-                    x.resize_(original.shape).copy_(original)
+                    x.set_(original)  # type: ignore[call-overload]
 
 
 def context_parallel_unshard(

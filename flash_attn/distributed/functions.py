@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_attn import _arguments
 from flash_attn._arguments import Options, Place, dropout_threshold
+from flash_attn._backends.cuda import forced_backend
 from flash_attn._backends.philox import draw_rng_state
 from flash_attn._numbers import integer
 from flash_attn.distributed import _agreement
 from flash_attn.distributed._heads import Division, HeadsAttention, Row
-from flash_attn.distributed._layout import Grid, Group, Layout, Order, grid_of
+from flash_attn.distributed._layout import Grid, Group, Layout, Order, grid_of, host_values
 from flash_attn.distributed._plan import Mask, Plan
 from flash_attn.distributed._ring import Call, RingAttention
 from flash_attn.flash_attn_interface import read_window
@@ -95,8 +95,9 @@ def ring_flash_attn_func(
         If another rank has wrong arguments, or does not make this call.
 
     Ranks compare their calls before the first of each kind: those of the same shapes, dtypes and
-    options. If a rank goes on to a call of a new kind alone, it waits for the others until the
-    timeout of the process group.
+    options. If a rank goes on to a call of a new kind alone, it waits for the others for five
+    minutes, and they for it until the timeout of the process group. So it is where ranks need
+    ``seqlen`` and leave it out: give it if it may be needed.
 
     References
     ----------
@@ -170,7 +171,7 @@ def _attention(
     cu_seqlens: Bounds | None,
     return_attn_probs: bool,
 ) -> Any:
-    kind = _kind(grid, tensors, numbers, order, seqlen, cu_seqlens)
+    kind = _kind(grid, tensors, numbers, order, seqlen, cu_seqlens, return_attn_probs)
     q, k, v, slopes, s_aux = tensors
     if cu_seqlens is not None:
         q, k, v = q[None], k[None], v[None]
@@ -202,6 +203,7 @@ def _kind(
     order: Order,
     seqlen: int | None,
     cu_seqlens: Bounds | None,
+    return_attn_probs: bool,
 ) -> _Kind:
     """What this call shares with others; before the first of them, all ranks have to agree."""
     group = grid.ring or grid.heads
@@ -214,21 +216,29 @@ def _kind(
     try:
         bounds = None if cu_seqlens is None else host_values(cu_seqlens)
         options = _options(*numbers)
-        kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in tensors]
-        heads = None if grid.heads is None else grid.heads.group_name
-        key = heads, *kinds, options, order, seqlen, bounds, wants_gradient
+        seqlen = None if seqlen is None else integer("seqlen", seqlen)
+        kinds = [
+            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in tensors
+        ]
+        for_slopes = isinstance(tensors[3], Tensor) and tensors[3].requires_grad
+        # What travels in a row, and what runs, are not only the arguments' to say.
+        heads = None if grid.heads is None else (grid.heads.group_name, bool(return_attn_probs))
+        rest = options, str(order), seqlen, bounds, wants_gradient, for_slopes, forced_backend()
+        key = heads, *kinds, *rest
         if (kind := known.get(key)) is not None:
             known.move_to_end(key)
             return kind
         layout = _layout(grid, tensors, order, seqlen, bounds)
         description = _description(grid, layout, tensors, options, bounds)
         description["requires_grad"] = wants_gradient
+        description["use_backend"] = forced_backend()
+        if grid.heads is not None:
+            description["return_attn_probs"] = bool(return_attn_probs)
     except Exception as raised:  # which the other ranks are told of first
         error, description = raised, {"error": f"{type(raised).__name__}: {raised}"}
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise error or RuntimeError("make a call like this one before a CUDA graph is captured")
-    device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
-    descriptions = _agreement.gather(description, grid, device)
+    descriptions = _agreement.gather(description, grid, _agreement.device_of(group, tensors[0]))
     if error is not None:
         raise error
     _agreement.check(descriptions)
@@ -241,7 +251,7 @@ def _kind(
         nheads, nheads_kv = (x.shape[-2] for x in tensors[:2])
         division = Division(column, tuple(row), nheads, nheads_kv)
     kind = _Kind(Plan(layout, mask, place), options, division)
-    kind.plan.copy_lengths(device)
+    kind.plan.copy_lengths(tensors[0].device)
     known[key] = kind
     if len(known) > _MOST_KINDS:
         known.popitem(last=False)
@@ -274,10 +284,15 @@ def _layout(
     """Where all tokens are: every rank knows, without a message, if none has made a mistake."""
     q = tensors[0]
     rank = 4 if bounds is None else 3
-    if not isinstance(q, Tensor) or q.dim() != rank:
-        raise TypeError(f"q must be a torch.Tensor of {rank} dimensions, got {type(q).__name__}")
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+    _arguments.check_strided("q", q)
+    if q.dim() != rank:
+        raise ValueError(f"q must have {rank} dimensions, got shape {tuple(q.shape)}")
     tokens, ranks = q.shape[-3], math.prod(grid.sizes)
-    total = tokens * ranks if seqlen is None else integer("seqlen", seqlen)
+    total = tokens * ranks if seqlen is None else seqlen
+    if total < 0:
+        raise ValueError(f"seqlen must be at least 0, got {total}")
     layout = Layout(total, *grid.sizes, order)
     place, column = grid.ranks
     expected = layout.lengths()[place * grid.sizes[1] + column]
@@ -304,12 +319,17 @@ def _description(
     q, k, v, slopes, s_aux = tensors
     rank = 4 if bounds is None else 3
     q, k, v, sizes = _arguments.check_qkv(q, k, v, rank, rank)
+    if q.is_meta or q.dtype == _arguments.FP8:
+        raise TypeError(
+            "q must have one of the dtypes torch.float16, torch.bfloat16, torch.float32, "
+            f"torch.float64, and data, got a {q.dtype} tensor on {q.device}"
+        )
     if sizes.rows_q != sizes.rows_k:
         raise ValueError(f"k must have the tokens of q, {sizes.rows_q}, got {sizes.rows_k}")
     batch = q.shape[0] if bounds is None else len(bounds) - 1
     _arguments.check_per_head(q, batch, slopes, s_aux)
     if bounds is not None:
-        _arguments.lengths_of("cu_seqlens", torch.tensor(bounds), "q", None)
+        _arguments.lengths_between("cu_seqlens", bounds, "q", None)
     columns = grid.sizes[1]
     if grid.heads is not None and (sizes.nheads == 0 or sizes.nheads % columns):
         raise ValueError(
@@ -338,27 +358,3 @@ def _description(
         "alibi_slopes": None if slopes is None else list(slopes.shape),
         "s_aux": None if s_aux is None else str(s_aux.dtype),
     }
-
-
-_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # cu_seqlens on a GPU: version, values
-
-
-def host_values(cu_seqlens: Any) -> tuple[int, ...]:
-    """The bounds of documents; a tensor on a GPU is read once, as long as nothing writes to it."""
-    if not isinstance(cu_seqlens, Tensor):
-        values = tuple(integer("cu_seqlens", x) for x in cu_seqlens)
-    elif cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            "cu_seqlens must be integers or a 1-D torch.int32 tensor, got a "
-            f"{cu_seqlens.dtype} tensor of shape {tuple(cu_seqlens.shape)}"
-        )
-    elif cu_seqlens.is_cpu or cu_seqlens.is_inference():
-        values = tuple(cu_seqlens.tolist())
-    else:
-        version, values = _read.get(cu_seqlens, (None, ()))
-        if version != cu_seqlens._version:
-            values = tuple(cu_seqlens.tolist())
-            _read[cu_seqlens] = cu_seqlens._version, values
-    if not values:
-        raise ValueError("cu_seqlens must have documents + 1 values, got none")
-    return values

@@ -1,0 +1,45 @@
+"""Gradients that have no derivative themselves."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, followed: Tensor, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return tuple(x if x is None else x.detach() for x in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            "this function of flash_attn is differentiable once: use PyTorch's of the same meaning "
+            "for derivatives of its gradients"
+        )
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A Function's backward whose results raise where their own derivative is wanted.
+
+    PyTorch's ``once_differentiable`` looks at the arriving gradients alone: where only what the
+    forward has saved is followed, its results would be constants, silently.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        tensors = (*gradients, *ctx.saved_tensors)
+        followed = (x for x in tensors if isinstance(x, Tensor) and x.requires_grad)
+        if (anchor := next(followed, None)) is None:
+            return results
+        if isinstance(results, tuple):
+            return _WithoutDerivative.apply(anchor, *results)
+        return _WithoutDerivative.apply(anchor, results)[0]
+
+    return run
