@@ -270,6 +270,8 @@ def choose_nvcc(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     if skipped:
         return None, "FLASH_ATTN_SKIP_CUDA=1"
     nvcc, missing = find_nvcc(environ), "no nvcc in CUDA_HOME or PATH"
+    if sys.platform != "linux":
+        nvcc, missing = None, f"the kernels need Linux, and this is {sys.platform}"
     if required and nvcc is None:
         raise BuildError(
             f"FLASH_ATTN_REQUIRE_CUDA=1, but {missing}: set CUDA_HOME to a CUDA toolkit"
@@ -278,10 +280,14 @@ def choose_nvcc(environ: Mapping[str, str]) -> tuple[Path | None, str]:
 
 
 def read_toolkit(nvcc: Path) -> CudaToolkit:
-    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
-    release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    try:
+        answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+        printed = answer.stdout + answer.stderr
+    except OSError as error:  # no program
+        printed = str(error)
+    release = re.search(r"release (\d+)\.(\d+)", printed)
     if release is None:
-        raise BuildError(f"{nvcc} --version printed no release:\n{answer.stdout}{answer.stderr}")
+        raise BuildError(f"{nvcc} --version printed no release:\n{printed}")
     version = (int(release[1]), int(release[2]))
     if version < OLDEST_CUDA:
         raise BuildError(

@@ -8,6 +8,7 @@ the CPU are read and checked.
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,12 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flash_attn._numbers import flag, integer, real
 from flash_attn._numbers import scale as read_scale
 
+try:  # of a symbol of which nothing is known
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+except ImportError:  # before torch 2.8
+    guard_or_false = bool  # type: ignore[assignment]
+
 PLAIN_NUMBERS = frozenset((int, float, bool, type(None)))
 _STRIDED = torch.strided
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8 = torch.float8_e4m3fn  # of q, k and v; or of a cache, beside q of any of _DTYPES but float64
 FP8_LEVELS = ("fast", "balanced", "accurate")  # fp8_level 1, 2, 3: see fp8.py
 _MOST_HEADDIM = 256  # that is quantised inside
+MOST_LENGTH = 2**31 - 1  # of int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +316,8 @@ def varlen(
         raise ValueError("cu_seqlens_q must have shape (batch + 1,), got shape (0,)")
     batch = cu_seqlens_q.shape[0] - 1
     _check_index("cu_seqlens_k", cu_seqlens_k, q, (batch + 1,), "(batch + 1,)")
+    if block_table is not None and seqused_k is not None:
+        cu_seqlens_k = None  # of pages seqused_k has the lengths: clients give any memory here
     max_seqlen_q = _max_seqlen("max_seqlen_q", max_seqlen_q)
     max_seqlen_k = _max_seqlen("max_seqlen_k", max_seqlen_k)
     _check_keys_of_batch(q, k, batch, seqused_k, leftpad_k, block_table)
@@ -409,7 +418,8 @@ def with_kvcache(
     positions = capacity
     if known is not None:  # under a mask each query stands at a row of its own
         masked = options.window_left >= 0 or options.window_right >= 0
-        positions = known + max(seqlen_new, q.shape[1] if masked else 0)
+        queries = q.shape[1] if masked else min(q.shape[1], 1)
+        positions = max(known, 0) + max(seqlen_new, queries)
     _check_rotary(rotary_cos, rotary_sin, q, k, cache_seqlens, positions)
 
     append = None
@@ -460,10 +470,15 @@ def _check_like_output(name: str, given: Any, like: Tensor, shape: tuple[int, ..
 
 def check_writable(name: str, x: Tensor) -> None:
     """Refuse what PyTorch or a kernel could not write to: before anything is written."""
-    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+    # Strides first: sizes may be symbols of which nothing is known.
+    places = zip(x.shape, x.stride(), strict=True)
+    expanded = any(type(stride) is int and stride == 0 and n > 1 for n, stride in places)
+    if expanded and x.numel() > 0:
         raise ValueError(f"{name} is written to and must not be expanded, got strides {x.stride()}")
-    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         raise ValueError(f"{name} is written to and must not require a gradient as a leaf")
+    if torch.compiler.is_compiling():  # which does not trace is_inference
+        return
     if x.is_inference() and not torch.is_inference_mode_enabled() and not x.is_cuda:
         raise ValueError(
             f"{name} is written to and was made in torch.inference_mode: call in it, too"
@@ -635,6 +650,7 @@ def _check_descale(name: str, descale: Any, a: Attention, x: Tensor, owner: str)
         raise ValueError(f"{name} must be None unless {owner} has {FP8}, got {x.dtype}")
     if not isinstance(descale, Tensor) or descale.dtype != torch.float32:
         raise TypeError(f"{name} must be a torch.float32 tensor, got {_kind(descale)}")
+    check_strided(name, descale)
     if descale.device != x.device:
         raise ValueError(f"{name} must be on the device of q, {x.device}, got {descale.device}")
     expected = (a.batch, a.nheads_kv)
@@ -662,7 +678,7 @@ def _check_sizes(
             f"{names[2]} must have the shape of {names[1]} but for the head dimension, "
             f"got {tuple(v)} beside {tuple(k)}"
         )
-    if nheads != nheads_kv and (nheads_kv == 0 or nheads % nheads_kv != 0):
+    if nheads != nheads_kv and (nheads * nheads_kv == 0 or nheads % nheads_kv != 0):
         raise ValueError(
             f"{names[1]} must have a number of heads that divides that of q, {nheads}, "
             f"got {nheads_kv}"
@@ -686,6 +702,7 @@ def _check_index(
     """``value`` must be a contiguous int32 tensor on the device of q, 1-D or of the given shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.int32 tensor, got {type(value).__name__}")
+    check_strided(name, value)
     if value.dtype != torch.int32:
         raise TypeError(f"{name} must have dtype torch.int32, got {value.dtype}")
     if value.device != q.device:
@@ -739,7 +756,10 @@ def check_per_head(q: Tensor, batch: int, alibi_slopes: Any, s_aux: Any) -> None
         if tuple(s_aux.shape) != (nheads,):
             raise ValueError(f"s_aux must have shape (nheads,) = {(nheads,)}, got {_shape(s_aux)}")
     for name, tensor in (("alibi_slopes", alibi_slopes), ("s_aux", s_aux)):
-        if tensor is not None and tensor.device != q.device:
+        if tensor is None:
+            continue
+        check_strided(name, tensor)
+        if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
 
 
@@ -803,7 +823,7 @@ def _cache_seqlens(
         known = int(used.max()) if batch > 0 and is_readable(used) else None
     else:
         known = integer("cache_seqlens", cache_seqlens)
-        length = min(known, capacity + 1)  # more is an error below
+        length = max(-1, min(known, capacity + 1))  # more is an error below
         used = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if known is not None and known + seqlen_new > capacity:
         raise ValueError(
@@ -821,7 +841,8 @@ def has_no_data(tensor: Tensor) -> bool:
 def is_readable(x: Tensor) -> bool:
     """Whether reading values costs nothing: they are on the CPU, and no trace or transform's."""
     return (
-        x.device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
         and not has_no_data(x)
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
@@ -838,10 +859,13 @@ def _check_values_of_varlen(a: Attention) -> None:
     if lengths_q is not None:
         check_longest("max_seqlen_q", a.max_seqlen_q, lengths_q)
     total_k = None if a.block_table is not None else a.k.shape[0]
-    lengths_k = lengths_of("cu_seqlens_k", a.cu_seqlens_k, "k", total_k)
+    used = _values(a.seqused_k)
+    if a.cu_seqlens_k is None:
+        lengths_k = None if used is None else [max(0, length) for length in used]
+    else:
+        lengths_k = lengths_of("cu_seqlens_k", a.cu_seqlens_k, "k", total_k)
     if lengths_k is None:
         return
-    used = _values(a.seqused_k)
     if used is not None:
         if a.block_table is None:
             for b, (length, rows) in enumerate(zip(used, lengths_k, strict=True)):
@@ -880,8 +904,11 @@ def _check_values_of_cache(a: Attention, seqlen_new: int) -> None:
 def lengths_of(name: str, cu_seqlens: Tensor | None, rows_of: str, total: int | None) -> Any:
     """The lengths that cu_seqlens delimits, of a tensor of ``total`` rows; None if not known."""
     bounds = _values(cu_seqlens)
-    if bounds is None:
-        return None
+    return None if bounds is None else lengths_between(name, bounds, rows_of, total)
+
+
+def lengths_between(name: str, bounds: Sequence[int], rows_of: str, total: int | None) -> list[int]:
+    """The lengths that lie between known bounds, which are checked."""
     if bounds[0] < 0:
         raise ValueError(f"{name} must start at 0 or more, got {bounds[0]}")
     lengths = list(map(operator.sub, bounds[1:], bounds))
@@ -926,7 +953,7 @@ def _check_pages(a: Attention, first: list[int], used: list[int]) -> None:
 
 def _max_seqlen(name: str, value: Any) -> int:
     value = integer(name, value)  # some clients keep it on the GPU: reading it synchronises
-    if value < 0:
+    if guard_or_false(value < 0):
         raise ValueError(f"{name} must be at least 0, got {value}")
     return value
 
@@ -950,10 +977,11 @@ def _check_options(
     ):
         if not 0 <= number < limit:
             raise ValueError(f"{name} must be {accepted}, got {number}")
+    left, right = (max(-1, min(size, MOST_LENGTH)) for size in (left, right))
     return Options(
         scale,
-        max(left, -1),
-        0 if flag("causal", causal) else max(right, -1),
+        left,
+        0 if flag("causal", causal) else right,
         softcap,
         dropout_p,
         flag("deterministic", deterministic),

@@ -7,6 +7,7 @@ refused.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from flash_attn import _ops
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
+_INTERFACE = "flash_attn.flash_attn_interface"  # where they are found, also by pickle
 
 
 def _completed(name: str, routed: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,18 +28,37 @@ def _completed(name: str, routed: Callable[..., Any]) -> Callable[..., Any]:
         return _ops.complete(*routed(*args, **kwargs))
 
     private.__name__ = private.__qualname__ = name
+    private.__module__ = _INTERFACE
     return private
 
 
 def _softmax_d_of(name: str, routed: Callable[..., Any]) -> Callable[..., Tensor]:
     """``routed``, which writes dq, dk and dv, returning softmax_d alone."""
 
+    i_lse = list(inspect.signature(routed).parameters).index("softmax_lse")
+
     @functools.wraps(routed)
     def private(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > i_lse:
+            args = (*args[:i_lse], _as_stored(args[i_lse]), *args[i_lse + 1 :])
+        elif "softmax_lse" in kwargs:
+            kwargs["softmax_lse"] = _as_stored(kwargs["softmax_lse"])
         return routed(*args, **kwargs)[3]
 
     private.__name__ = private.__qualname__ = name
+    private.__module__ = _INTERFACE
     return private
+
+
+def _as_stored(softmax_lse: Any) -> Any:
+    """diffusers gives the log-sum-exp with tokens before heads, a view of the forward's.
+
+    Upstream reads its memory, whatever the strides are.
+    """
+    if isinstance(softmax_lse, Tensor) and softmax_lse.dim() > 1:
+        if not softmax_lse.is_contiguous() and softmax_lse.mT.is_contiguous():
+            return softmax_lse.mT
+    return softmax_lse
 
 
 forward = _completed("_flash_attn_forward", _ops.flash_attn_forward)
@@ -160,7 +181,7 @@ def bwd(
             k,
             v,
             out,
-            softmax_lse,
+            _as_stored(softmax_lse),
             dq,
             dk,
             dv,
@@ -211,7 +232,7 @@ def varlen_bwd(
             k,
             v,
             out,
-            softmax_lse,
+            _as_stored(softmax_lse),
             dq,
             dk,
             dv,

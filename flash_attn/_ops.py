@@ -391,17 +391,17 @@ def _run_forward(
     if dropout:
         _arguments.check_rng_state(problem, rng_state)
     return_softmax = return_softmax and dropout
-    if _arguments.has_no_data(q):
-        probs_shape = (problem.batch, problem.nheads, *tiled.probs_seqlens(problem))
-        return (
-            q.new_empty(problem.out_shape, dtype=problem.out_dtype),
-            q.new_empty(problem.lse_shape, dtype=problem.compute_dtype),
-            q.new_empty(probs_shape) if return_softmax else None,
-        )
     if out is not None:
         _arguments.check_destination("out", out, q, problem.out_shape)
         if problem.is_fp8:
             remember = None
+    if _arguments.has_no_data(q):
+        probs_shape = (problem.batch, problem.nheads, *tiled.probs_seqlens(problem))
+        return (
+            q.new_empty(problem.out_shape, dtype=problem.out_dtype) if out is None else out,
+            q.new_empty(problem.lse_shape, dtype=problem.compute_dtype),
+            q.new_empty(probs_shape) if return_softmax else None,
+        )
     return _backends.forward(problem, rng_state, return_softmax, out, remember)
 
 
@@ -533,6 +533,8 @@ def _operator(
         backward = functools.partial(_backward, taken(defaults), positions, gradients_of)
         definition.register_autograd(backward, setup_context=setup_context)
         no_gradient = f"{name} has no forward mode in its kernels and in torch.compile; {_OTHERS}"
+    elif not mutates:
+        definition.register_autograd(backward, setup_context=setup_context)
 
     def run(*operands: Any) -> Any:
         return op(*operands) if _is_watched(operands) else plain_of(operands)
@@ -561,6 +563,8 @@ def _operator(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )
         output: Any
+        if mutates and torch.compiler.is_compiling() and wants_gradient(args, tensors):
+            raise NotImplementedError(f"{no_gradient}, and torch.no_grad() around a compiled call")
         functorch = _in_transform()
         if functorch and torch.compiler.is_compiling():
             torch.ops.flash_attn.refuse_transforms(torch.empty(0))
@@ -571,7 +575,8 @@ def _operator(
         written: list[Any] = list(output)
         for i, destination in enumerate(given):
             if destination is not None:
-                written[i] = destination.copy_(written[i])
+                with torch.no_grad():
+                    written[i] = destination.copy_(written[i])
         return written
 
     @torch.compiler.disable  # torch.compile would go on with the functions that this calls
@@ -593,7 +598,11 @@ def _operator(
         if is_attention and args[i_state] is None and args[i_dropout]:
             if isinstance(args[0], Tensor):  # anything else is an error, which `arguments` explains
                 args = (*args[:i_state], draw_rng_state(args[0].device), *args[i_state + 1 :])
-        watched = torch.compiler.is_compiling() or _is_watched(args)
+        watched = (
+            torch.compiler.is_compiling()
+            or _is_watched(args)
+            or torch._C._get_tracing_state() is not None  # torch.jit.trace records operators
+        )
         special = (
             watched
             or torch._C._are_functorch_transforms_active()
@@ -708,6 +717,7 @@ def _as_lengths(cache_seqlens: Any, q: Tensor) -> Tensor | None:
     if cache_seqlens is None or (isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0):
         return cache_seqlens
     length = _numbers.integer("cache_seqlens", cache_seqlens)
+    length = max(-1, min(length, _arguments.MOST_LENGTH))  # too much is an error, below 0 is -1
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
@@ -865,6 +875,8 @@ def _eager_function(
         @staticmethod
         def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor | None) -> Any:
             out, lse, probs = plain(*arguments)
+            # Views of a Function with several results could not be changed in place.
+            out, lse = (x.data if x._is_view() else x for x in (out, lse))
             if probs is not None:
                 ctx.mark_non_differentiable(probs)
             ctx.set_materialize_grads(False)

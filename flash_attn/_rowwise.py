@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import os
 import types
 import warnings
@@ -85,7 +86,7 @@ def _add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 def as_rows(x: Tensor) -> Tensor:
     """View or copy (..., n) as (rows, n); a number as (1, 1)."""
     x = x if x.ndim else x[None]
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

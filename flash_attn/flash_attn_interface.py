@@ -411,11 +411,12 @@ def flash_attn_with_kvcache(
     ----------
     q : (batch, seqlen_q, nheads, headdim)
     k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim)
-        With block_table pages, (num_pages, page_size, nheads_kv, headdim). Any strides, updated in
-        place. Of the dtype of q, or both of torch.float8_e4m3fn, which halves their memory and what
-        a step reads; q then is of 16 bits (or of float32, where PyTorch operations attend), or in
-        float8_e4m3fn as well. What lies behind the last key of a sequence may be read, so its
-        memory has to be there; it never reaches a result, whatever it is.
+        With block_table pages, (num_pages, page_size, nheads_kv, headdim). Any strides but of the
+        last dimension, which is contiguous; updated in place. Of the dtype of q, or both of
+        torch.float8_e4m3fn, which halves their memory and what a step reads; q then is of 16 bits
+        (or of float32, where PyTorch operations attend), or in float8_e4m3fn as well. What lies
+        behind the last key of a sequence may be read, so its memory has to be there; it never
+        reaches a result, whatever it is.
     k, v : (batch, seqlen_new, nheads_kv, headdim), optional
         Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before
         attending.
@@ -435,7 +436,7 @@ def flash_attn_with_kvcache(
         True rotates pairs (2i, 2i + 1) (GPT-J), False pairs (i, i + rotary_dim / 2) (GPT-NeoX).
     num_splits : int
         Thread blocks that share one sequence's cache; 0 lets the library choose. If it is given, a
-        sequence's result has the same bits whatever else is in the batch.
+        sequence's result has the same bits in the CUDA kernels, whatever else is in the batch.
     q_descale, k_descale, v_descale : (batch, nheads_kv) float32, optional
         Of tensors in float8_e4m3fn: an element stands for itself times the descale of the batch row
         that reads it, and of its head; None means 1. What is appended is divided by it and rounded

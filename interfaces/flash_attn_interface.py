@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flash_attn
-from flash_attn import _arguments, _ops
+from flash_attn import _arguments, _numbers, _ops
 from flash_attn import flash_attn_interface as _fa2
 
 __all__ = [
@@ -43,10 +43,11 @@ def flash_attn_func(
     return_attn_probs: bool = False, *, s_aux: Tensor | None = None,
 ) -> Any:
     """Attention over sequences of equal length: out, or (out, softmax_lse)."""
+    left, right = _fa2.read_window(window_size)
     result = _flash_attn_forward(
         q, k, v, None, None, qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        softmax_scale=softmax_scale, causal=causal, window_size_left=window_size[0],
-        window_size_right=window_size[1], attention_chunk=attention_chunk, softcap=softcap,
+        softmax_scale=softmax_scale, causal=causal, window_size_left=left,
+        window_size_right=right, attention_chunk=attention_chunk, softcap=softcap,
         num_splits=num_splits, s_aux=s_aux, deterministic=deterministic,
     )
     return result[:2] if return_attn_probs else result[0]
@@ -63,11 +64,14 @@ def flash_attn_qkvpacked_func(
     """``flash_attn_func`` with qkv (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, nheads +
     2 * nheads_kv, headdim) with num_heads_q.
     """
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
+    nheads = 0 if num_heads_q is None else _numbers.integer("num_heads_q", num_heads_q)
+    both_kv = qkv.shape[2] - nheads if qkv.dim() == 4 else 0
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
-        nheads_kv = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, nheads_kv, nheads_kv], dim=2)
+    elif nheads > 0 and both_kv > 0 and both_kv % 2 == 0:
+        q, k, v = qkv.split([nheads, both_kv // 2, both_kv // 2], dim=2)
     else:
         raise ValueError(
             "qkv must have shape (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, nheads + "
@@ -93,11 +97,12 @@ def flash_attn_varlen_func(
 
     seqused_k (batch,) int32: of each sequence's keys, how many are in use.
     """
+    left, right = _fa2.read_window(window_size)
     result = _flash_attn_forward(
         q, k, v, None, None, qv, None, cu_seqlens_q, cu_seqlens_k, None, seqused_q, seqused_k,
         max_seqlen_q, max_seqlen_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        softmax_scale=softmax_scale, causal=causal, window_size_left=window_size[0],
-        window_size_right=window_size[1], attention_chunk=attention_chunk, softcap=softcap,
+        softmax_scale=softmax_scale, causal=causal, window_size_left=left,
+        window_size_right=right, attention_chunk=attention_chunk, softcap=softcap,
         num_splits=num_splits, s_aux=s_aux, deterministic=deterministic,
     )
     return result[:2] if return_attn_probs else result[0]
@@ -122,14 +127,16 @@ def flash_attn_with_kvcache(
     With cu_seqlens_q (batch + 1,) and max_seqlen_q, q is (total_q, nheads, headdim); nothing can be
     appended then, and a cache that has no page_table and is not contiguous is copied.
     """
+    left, right = _fa2.read_window(window_size)
     if cache_seqlens is None and k is None and page_table is None:
-        cache_seqlens = k_cache.shape[1]  # all of it
+        if isinstance(k_cache, Tensor) and k_cache.dim() == 4:  # other tensors are refused below
+            cache_seqlens = k_cache.shape[1]  # all of it
     with torch.no_grad():
         result = _flash_attn_forward(
             q, k_cache, v_cache, k, v, qv, None, cu_seqlens_q, None, cu_seqlens_k_new, None,
             cache_seqlens, max_seqlen_q, None, page_table, cache_batch_idx, cache_leftpad,
             rotary_cos, rotary_sin, rotary_seqlens, q_descale, k_descale, v_descale,
-            softmax_scale, causal, *window_size, attention_chunk, softcap, rotary_interleaved,
+            softmax_scale, causal, left, right, attention_chunk, softcap, rotary_interleaved,
             scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux=s_aux,
         )
     return result if return_softmax_lse else result[0]
@@ -144,6 +151,9 @@ def flash_attn_combine(
     out_partial (splits, batch, seqlen, nheads, headdim) and lse_partial (splits, batch, seqlen,
     nheads) float32 give out, written to ``out`` if given, and softmax_lse without ``splits``.
     """
+    _check_parts(out_partial, lse_partial)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
     with torch.autocast(out_partial.device.type, enabled=False):
         parts = out_partial.to(torch.promote_types(out_partial.dtype, torch.float32))
         return _combine(parts, lse_partial, out, out_dtype or out_partial.dtype)
@@ -157,9 +167,29 @@ def _combine(
     parts = out_partial.masked_fill(weights[..., None] == 0, 0.0)  # which may hold NaN there
     merged = torch.einsum("sbthd,sbth->bthd", parts, weights)
     merged = merged.to(dtype)
-    if out is not None and out.shape != merged.shape:
-        raise ValueError(f"out must have shape {tuple(merged.shape)}, got {tuple(out.shape)}")
-    return merged if out is None else out.copy_(merged), lse
+    if out is None:
+        return merged, lse
+    if not isinstance(out, Tensor) or out.shape != merged.shape:
+        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"out must have shape {tuple(merged.shape)}, got {got}")
+    _arguments.check_writable("out", out)
+    return out.copy_(merged), lse
+
+
+def _check_parts(out_partial: Any, lse_partial: Any) -> None:
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {_arguments._kind(x)}")
+    if out_partial.dim() != 5:
+        shape = tuple(out_partial.shape)
+        raise ValueError(f"out_partial must have 5 dimensions, got shape {shape}")
+    if lse_partial.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lse_partial must be a torch.float32 tensor, got {lse_partial.dtype}")
+    if lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            f"lse_partial must have shape {tuple(out_partial.shape[:-1])}, that of out_partial but "
+            f"for the head dimension, got {tuple(lse_partial.shape)}"
+        )
 
 
 def get_scheduler_metadata(
@@ -172,6 +202,8 @@ def get_scheduler_metadata(
     num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
 ) -> Tensor:
     """An empty int32 tensor: ``flash_attn_with_kvcache`` needs no schedule computed ahead."""
+    if not isinstance(cache_seqlens, Tensor):
+        raise TypeError(f"cache_seqlens must be a tensor, got {type(cache_seqlens).__name__}")
     return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
@@ -196,10 +228,14 @@ def _flash_attn_forward(
         qv=qv, cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new, seqused_q=seqused_q,
         rotary_seqlens=seqlens_rotary, attention_chunk=attention_chunk or None,
     )
+    _numbers.integer("num_splits", num_splits)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     window = window_size_left, window_size_right
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_q must be given with cu_seqlens_k, got None")
+    of_cache: Any = (k_new, v_new, seqused_k, page_table, kv_batch_idx, leftpad_k)
     in_cache = cu_seqlens_k is None and any(
-        x is not None for x in (k_new, seqused_k, page_table, kv_batch_idx, leftpad_k, rotary_cos)
+        x is not None for x in (*of_cache, rotary_cos, rotary_sin)
     )
     if in_cache and cu_seqlens_q is None:
         out, lse = flash_attn.flash_attn_with_kvcache(
@@ -208,10 +244,13 @@ def _flash_attn_forward(
             num_splits, True, s_aux=s_aux, **descales, out=out_,
         )
     elif cu_seqlens_q is not None:
-        _refuse(k_new=k_new, v_new=v_new, kv_batch_idx=kv_batch_idx, rotary_cos=rotary_cos)
+        _refuse(
+            k_new=k_new, v_new=v_new, kv_batch_idx=kv_batch_idx, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+        )
         if cu_seqlens_k is None:
             k, v, cu_seqlens_k, seqused_k, max_seqlen_k = _cache_as_varlen(
-                q, k, v, cu_seqlens_q.shape[0] - 1, seqused_k, page_table
+                q, k, v, cu_seqlens_q, seqused_k, page_table
             )
         out, lse, *_ = _ops.flash_attn_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
@@ -227,9 +266,24 @@ def _flash_attn_forward(
 
 
 def _cache_as_varlen(
-    q: Tensor, k: Tensor, v: Tensor, batch: int, used: Any, page_table: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, used: Any, page_table: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
     """k, v, cu_seqlens_k, seqused_k and max_seqlen_k of a cache of which ``used`` rows are keys."""
+    _arguments.check_qkv(q, k, v, 3, 4, ("q", "k_cache", "v_cache"))
+    _arguments._check_index("cu_seqlens_q", cu_seqlens_q, q)
+    batch = max(0, cu_seqlens_q.shape[0] - 1)  # fewer than one bound are refused later
+    if q.dtype != k.dtype:
+        raise NotImplementedError(
+            f"k_cache must have the dtype of q, {q.dtype}, where cu_seqlens_q is given, got "
+            f"{k.dtype}: give q with 4 dimensions"
+        )
+    if page_table is None:
+        if k.shape[0] != batch:
+            raise ValueError(
+                f"k_cache must have a row for each of {batch} sequences, got shape {tuple(k.shape)}"
+            )
+    elif not isinstance(page_table, Tensor) or page_table.dim() != 2:
+        raise ValueError("page_table must be a tensor (batch, pages of a sequence)")
     capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
     used, _ = _arguments._cache_seqlens(capacity if used is None else used, q, batch, capacity, 0)
     used = used.clamp(0, capacity)  # a sequence with a length of -1 is not there

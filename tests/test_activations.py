@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import since_torch
 from torch import Tensor
 
 from flash_attn.ops import activations
+from flash_attn.ops.rms_norm import RMSNorm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Of the result's magnitude: PyTorch's own GELU is a few float32 roundings away from float64, a
@@ -158,3 +160,26 @@ def test_torch_compile() -> None:
     torch.testing.assert_close(compiled(x, y), F.silu(x) * y)
     compiled(x, y).sum().backward()
     torch.testing.assert_close(y.grad, F.silu(x))
+
+
+@pytest.mark.parametrize("name", ["swiglu", "bias_gelu_impl"])
+def test_second_derivatives_are_refused(name: str) -> None:
+    """Where nothing but the inputs is followed, too."""
+    x = torch.randn(3, 8, requires_grad=True)
+    y = x if name == "swiglu" else x[0].detach()
+    out = getattr(activations, name)(x, y)
+    (dx,) = torch.autograd.grad((out * torch.randn(3, 8)).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        dx.square().sum().backward()
+
+
+@since_torch(2, 6, "export keeps what it is not told")
+def test_export_of_any_shape() -> None:
+    from torch.export import Dim, export
+
+    module = RMSNorm(8)
+    x = torch.randn(2, 7, 8)
+    shapes = ({0: Dim("batch"), 1: Dim("seqlen")},)
+    exported = export(module, (x,), dynamic_shapes=shapes, strict=False).module()
+    longer = torch.randn(3, 11, 8)
+    torch.testing.assert_close(exported(longer), module(longer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import inspect
+import pickle
 import subprocess
 import sys
 from itertools import product
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import dense, int32, layout_of, varlen
+from helpers import default_dtype, dense, int32, layout_of, varlen
 
 import flash_attn
 import flash_attn_2_cuda
@@ -281,6 +282,72 @@ def test_autograd_classes(name):
         results = apply(*inputs, *options, *more, is_grad_enabled)
         assert all(map(torch.equal, results, expected))
         assert results[0].requires_grad == is_grad_enabled
+
+
+@pytest.mark.parametrize("bounds", [[0, 0, 0], [0, 1, 2], [7, -3, 2**31 - 1]])
+def test_lengths_in_use_of_pages_are_the_lengths(device, bounds):
+    """Clients give any memory as cu_seqlens_k there, which upstream does not read."""
+    dtype = default_dtype()
+    problem = dense(2, 1, 40, 4, 2, dtype=dtype, device=device)
+    lengths = int32([33, 7], device)
+    k, v = (x.reshape(10, 8, *x.shape[2:]) for x in (problem.k, problem.v))
+    table = torch.arange(10, dtype=torch.int32, device=device).view(2, 5)
+    q, bounds_q = problem.q[:, 0], int32([0, 1, 2], device)
+    expected = flash_attn.flash_attn_with_kvcache(
+        problem.q, k, v, cache_seqlens=lengths, block_table=table, causal=True
+    )
+    lengths_and_pages = (lengths, None, table, None)
+    options = (1, 40, 0.0, problem.scale, False, True, -1, -1, 0.0, False, None)
+    for _ in range(2):
+        out, *_ = flash_attn_2_cuda.varlen_fwd(
+            q, k, v, None, bounds_q, int32(bounds, device), *lengths_and_pages, *options
+        )
+        torch.testing.assert_close(out, expected[:, 0])
+
+
+@pytest.mark.parametrize("seqlen", [20, 4])
+def test_private_backward_takes_a_transposed_lse(device, seqlen):
+    """As diffusers gives it, where heads may be as many as tokens."""
+    problem = dense(2, seqlen, seqlen, 4, 4, dtype=torch.bfloat16, device=device)
+    q, k, v = problem.q, problem.k, problem.v
+    out, lse, *_ = flash_attn_interface._wrapped_flash_attn_forward(
+        q, k, v, 0.0, problem.scale, False, -1, -1, 0.0, None, False
+    )
+    dout, options = torch.randn_like(out), (0.0, problem.scale, False, -1, -1, 0.0, None, True)
+    results = []
+    for given in (lse, lse.permute(0, 2, 1)):
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        tensors = (dout, q, k, v, out, given, *grads)
+        flash_attn_interface._wrapped_flash_attn_backward(*tensors, *options)
+        raw = flash_attn_2_cuda.bwd(*tensors, None, *options[:6], True, None, None)
+        assert all(map(torch.equal, raw, grads))
+        results.append(grads)
+    assert all(map(torch.equal, *results))
+
+
+def test_triton_module_of_clients():
+    from flash_attn import flash_attn_triton
+
+    qkv = torch.randn(2, 5, 3, 4, 8)
+    q, k, v = qkv.unbind(2)
+    expected = flash_attn.flash_attn_func(q, k, v, softmax_scale=0.3, causal=True)
+    options = (None, True, 0.3)
+    for out in (
+        flash_attn_triton.flash_attn_func(q, k, v, *options),
+        flash_attn_triton.flash_attn_kvpacked_func(q, qkv[:, :, 1:], *options),
+        flash_attn_triton.flash_attn_qkvpacked_func(qkv, *options),
+    ):
+        assert torch.equal(out, expected)
+    with pytest.raises(NotImplementedError, match="bias must be None"):
+        flash_attn_triton.flash_attn_func(q, k, v, torch.zeros(1, 4, 5, 5))
+    with pytest.raises(NotImplementedError, match="equally long with causal, got 2 and 5 rows"):
+        flash_attn_triton.flash_attn_func(q[:, :2], k, v, causal=True)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_private_functions_can_be_pickled(name):
+    function = getattr(flash_attn_interface, name)
+    assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_block_size_of_probabilities():

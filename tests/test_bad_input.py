@@ -55,6 +55,7 @@ def nested(layout: torch.layout) -> torch.Tensor:
 COS = torch.ones(20, 4)
 ROTARY = {"rotary_cos": COS, "rotary_sin": COS}
 PAGES, BOUNDS = randn(5, 4, 2, 8), cu_seqlens([3, 7])
+NO_KEYS = randn(2, 0, 2, 8)
 PAGED = {"k_cache": randn(5, 4, 2, 8), "v_cache": randn(5, 4, 2, 8)}
 
 # What a call gets instead of its good arguments, the exception, and words of its message: first the
@@ -86,6 +87,7 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"k": randn(2, 6, 2, 16)}, ValueError, ["k", "(2, 6, 2, 16)", "8"]),
         ({"k": randn(2, 6, 3, 8), "v": randn(2, 6, 3, 8)}, ValueError, ["k", "3", "4"]),
         ({"k": randn(2, 6, 0, 8), "v": randn(2, 6, 0, 8)}, ValueError, ["k", "0", "4"]),
+        ({"q": randn(2, 5, 0, 8)}, ValueError, ["k", "that of q, 0", "got 2"]),
         # Layouts without strides
         ({"q": randn(2, 5, 4, 8).to_sparse()}, TypeError, ["q", "torch.strided", "torch.sparse"]),
         ({"k": randn(2, 6, 2, 8).to_mkldnn()}, TypeError, ["k", "torch.strided", "mkldnn"]),
@@ -127,6 +129,8 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"s_aux": randn(2)}, ValueError, ["s_aux", "(2,)", "(4,)"]),
         ({"s_aux": int32([1] * 4)}, TypeError, ["s_aux", "int32"]),
         ({"s_aux": randn(4).to("meta")}, ValueError, ["s_aux", "meta", "cpu"]),
+        ({"alibi_slopes": randn(4).to_sparse()}, TypeError, ["alibi_slopes", "torch.sparse"]),
+        ({"s_aux": randn(4).to_sparse()}, TypeError, ["s_aux", "torch.sparse"]),
         ({"out": randn(2, 5, 4, 9)}, ValueError, ["out", "(2, 5, 4, 9)", "(2, 5, 4, 8)"]),
         ({"out": randn(2, 5, 4, 8).half()}, TypeError, ["out", "float16", "float32"]),
         ({"out": randn(2, 5, 4, 8).to("meta")}, ValueError, ["out", "meta", "cpu"]),
@@ -219,6 +223,9 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"cache_seqlens": 2.0}, TypeError, ["cache_seqlens", "float"]),
         ({"cache_seqlens": torch.tensor([2, 7])}, TypeError, ["cache_seqlens", "int64"]),
         ({"cache_seqlens": int32([2])}, ValueError, ["cache_seqlens", "(1,)", "(2,)"]),
+        ({"cache_seqlens": int32([2, 7]).to_sparse()}, TypeError, ["cache_seqlens", "sparse"]),
+        ({"q": randn(2, 1, 0, 8)}, ValueError, ["k_cache", "that of q, 0", "got 2"]),
+        ({"alibi_slopes": randn(4).to_sparse()}, TypeError, ["alibi_slopes", "torch.sparse"]),
         ({"k_cache": randn(2, 2, 8, 10).mT.transpose(1, 2)}, ValueError, ["k_cache", "strides"]),
         # Where the cache is
         ({"cache_batch_idx": int32([0, 2])}, ValueError, ["cache_batch_idx", "0 .. 1", "got 2"]),
@@ -275,6 +282,22 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
             {"rotary_cos": COS[:9], "rotary_sin": COS[:9]},
             ValueError,
             ["rotary_cos", "(9, 4)", "10"],
+        ),
+        (  # queries without a mask stand at the row of the next key, though none is appended
+            {"rotary_cos": COS[:7], "rotary_sin": COS[:7], "k": NO_KEYS, "v": NO_KEYS},
+            ValueError,
+            ["rotary_cos", "(7, 4)", "8"],
+        ),
+        (
+            {
+                "rotary_cos": COS[:0],
+                "rotary_sin": COS[:0],
+                "cache_seqlens": -1,
+                "k": NO_KEYS,
+                "v": NO_KEYS,
+            },
+            ValueError,
+            ["rotary_cos", "(0, 4)", "1"],
         ),
         (
             {
@@ -396,6 +419,47 @@ def test_what_cannot_be_written_leaves_the_cache_as_it_was(words, change):
     with pytest.raises(ValueError, match=words):
         flash_attn.flash_attn_with_kvcache(**arguments)
     assert all(torch.equal(x, y) for x, y in zip(caches, before, strict=True))
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_out_may_be_a_view_that_autograd_does_not_write(tracked):
+    """Autograd refuses such views, which would be behind the append: it has no part in this."""
+    arguments = kvcache_arguments()
+    expected = flash_attn.flash_attn_with_kvcache(**arguments)
+    arguments["q"].requires_grad_(tracked)
+    base = torch.empty(4, *expected.shape, requires_grad=True)
+    for out in (base[:2][0], base[2:].clone().unbind(0)[0]):
+        with torch.set_grad_enabled(tracked):
+            assert flash_attn.flash_attn_with_kvcache(**arguments, out=out) is out
+        assert torch.equal(out, expected)
+
+
+def test_windows_beyond_any_length():
+    arguments = kvcache_arguments()
+    expected = flash_attn.flash_attn_with_kvcache(**arguments)
+    for size in (2**31, 2**63, 2**70):
+        window = {"window_size": (size, size)}
+        out = flash_attn.flash_attn_with_kvcache(**arguments | window)
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("length", [-1, -(2**33), -(2**70)])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_any_length_below_zero_is_a_row_not_in_use(length, tracked):
+    arguments = kvcache_arguments() | {"cache_seqlens": length}
+    arguments["q"].requires_grad_(tracked)
+    before = arguments["k_cache"].clone()
+    assert (flash_attn.flash_attn_with_kvcache(**arguments) == 0).all()
+    assert torch.equal(arguments["k_cache"], before)
+
+
+def test_gradients_of_empty_tensors():
+    """Their strides may be zeros, as of what was expanded."""
+    q, k = ((randn(2, n, 1, 8) * 1).requires_grad_() for n in (0, 5))
+    for first, second in ((q, k), (k, q)):
+        out = flash_attn.flash_attn_func(first, second, second)
+        grads = torch.autograd.grad(out.sum(), (first, second))
+        assert all((x == 0).all() for x in grads)
 
 
 def test_length_of_more_than_32_bits():

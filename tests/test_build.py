@@ -127,6 +127,26 @@ def test_cuda_can_be_skipped_or_required(build_support: ModuleType, tmp_path: Pa
         chosen(here, require="yes")
 
 
+def test_kernels_are_for_linux(
+    build_support: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"CUDA_HOME": str(tmp_path)}
+    fake_nvcc(tmp_path, "12.5")
+    monkeypatch.setattr(sys, "platform", "win32")
+    why = "the kernels need Linux, and this is win32"
+    assert build_support.choose_nvcc(environ) == (None, why)
+    with pytest.raises(build_support.BuildError, match=f"REQUIRE_CUDA=1, but {why}"):
+        build_support.choose_nvcc({**environ, "FLASH_ATTN_REQUIRE_CUDA": "1"})
+
+
+def test_nvcc_that_is_no_program(build_support: ModuleType, tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("no program")
+    nvcc.chmod(0o755)
+    with pytest.raises(build_support.BuildError, match="--version printed no release"):
+        build_support.read_toolkit(nvcc)
+
+
 def test_times_follow_content(build_support: ModuleType, tmp_path: Path) -> None:
     """So that ninja compiles again what changed, and only that, also in a copy or a checkout."""
     source, record = tmp_path / "a.cu", tmp_path / "times.json"

@@ -272,3 +272,24 @@ def test_not_under_anything_but_a_cpu():
     q = torch.empty(1, 4, 2, 8, device="meta")
     options = _arguments.options(0.0, None, False, -1, -1, 0.0, False)
     assert not cpu.covers(_arguments.dense(q, q, q, options))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_time_goes_by_keys_in_use(cache_dtype, monkeypatch):
+    """A table for the longest sequence that may come has pages without number."""
+    blocks = []
+
+    def counted(*arguments: Any) -> Any:
+        found = list(whole(*arguments))
+        blocks.append(len(found))
+        return found
+
+    whole = tiled._blocks
+    monkeypatch.setattr(tiled, "_blocks", counted)
+    q = torch.randn(2, 1, 4, 32, dtype=torch.bfloat16)
+    pages = torch.randn(2, 40, 16, 2, 32).to(cache_dtype)
+    table = torch.full((2, 2**16), -1, dtype=torch.int32)
+    table[:, :10] = torch.arange(20).view(2, 10)
+    lengths = torch.tensor([100, 90], dtype=torch.int32)
+    flash_attn.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table)
+    assert max(blocks, default=0) <= 2

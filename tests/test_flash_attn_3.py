@@ -343,6 +343,28 @@ def test_combine(fa3, device):
     assert (alone == 0).all() and (lse == -torch.inf).all()
 
 
+def ragged(fa3: ModuleType, x: Tensor, cache: Any = None, **given: Any) -> Any:
+    """A call with a cache whose queries are packed."""
+    arguments = {"cu_seqlens_q": int32([0, 4]), "max_seqlen_q": 4, "cache_seqlens": 3} | given
+    cache = x if cache is None else cache
+    return fa3.flash_attn_with_kvcache(x[0], cache, cache, **arguments)
+
+
+def metadata(fa3: ModuleType, cache_seqlens: Any) -> Tensor:
+    return fa3.get_scheduler_metadata(1, 1, 8, 2, 2, 8, cache_seqlens)
+
+
+def test_kvcache_with_packed_queries_compiled(fa3):
+    x = torch.randn(1, 4, 2, 8)
+    lengths, bounds = int32([3]), int32([0, 4])
+
+    def step(q: Tensor) -> Tensor:
+        return ragged(fa3, q, cache_seqlens=lengths, cu_seqlens_q=bounds)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), step(x))
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
@@ -379,6 +401,55 @@ def test_combine(fa3, device):
             lambda m, x: m._flash_attn_backward(x, x, x, x, x, x, sequed_k=int32([3])),
         ),
         (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x)),
+        (TypeError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(None)),
+        (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x, num_heads_q=4)),
+        (TypeError, "num_heads_q", lambda m, x: m.flash_attn_qkvpacked_func(x, num_heads_q="2")),
+        (ValueError, "window_size", lambda m, x: m.flash_attn_func(x, x, x, window_size=None)),
+        (
+            ValueError,
+            "window_size",
+            lambda m, x: m.flash_attn_with_kvcache(x, x, x, window_size=(1, 2, 3)),
+        ),
+        (TypeError, "num_splits", lambda m, x: m.flash_attn_func(x, x, x, num_splits="1")),
+        (TypeError, "k must", lambda m, x: m.flash_attn_with_kvcache(x, None, x)),
+        (ValueError, "k must", lambda m, x: m.flash_attn_with_kvcache(x, x[0], x)),
+        (
+            ValueError,
+            "k must be given with v",
+            lambda m, x: m._flash_attn_forward(x, x, x, v_new=x),
+        ),
+        (
+            ValueError,
+            "cu_seqlens_q must be given",
+            lambda m, x: m._flash_attn_forward(x, x, x, cu_seqlens_k=int32([0, 4])),
+        ),
+        (NotImplementedError, "rotary_sin", lambda m, x: ragged(m, x, rotary_sin=x)),
+        (TypeError, "cu_seqlens_q", lambda m, x: ragged(m, x, cu_seqlens_q=[0, 4])),
+        (ValueError, "page_table", lambda m, x: ragged(m, x, page_table=[0])),
+        (ValueError, "k_cache", lambda m, x: ragged(m, x, cache=torch.cat([x, x]))),
+        (NotImplementedError, "k_cache", lambda m, x: ragged(m, x, x.to(torch.float8_e4m3fn))),
+        (TypeError, "k_cache", lambda m, x: ragged(m, x, [x])),
+        (TypeError, "cache_seqlens", lambda m, x: metadata(m, None)),
+        (TypeError, "lse_partial", lambda m, x: m.flash_attn_combine(x[None], [1.0])),
+        (TypeError, "lse_partial", lambda m, x: m.flash_attn_combine(x[None], x[..., 0].half())),
+        (ValueError, "out_partial", lambda m, x: m.flash_attn_combine(x, x[..., 0])),
+        (
+            ValueError,
+            "lse_partial",
+            lambda m, x: m.flash_attn_combine(x[None], x[None, :, :1, :, 0]),
+        ),
+        (
+            ValueError,
+            "out is",
+            lambda m, x: m.flash_attn_combine(
+                x[None], x[None, ..., 0], torch.zeros(1, 1, 1, 1).expand_as(x)
+            ),
+        ),
+        (
+            TypeError,
+            "out_dtype",
+            lambda m, x: m.flash_attn_combine(x[None], x[None, ..., 0], out_dtype="half"),
+        ),
         (TypeError, "float8", lambda m, x: m.flash_attn_func(*[x.to(torch.float8_e5m2)] * 3)),
     ],
 )

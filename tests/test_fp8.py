@@ -796,6 +796,26 @@ def test_gradients_of_sinks_lse_and_scale(device):
         assert gap < 0.1
 
 
+def test_gradient_of_the_scale_with_rotary(device):
+    """The tables are checked whatever the scale is."""
+    cos, sin = angle_tables(30, 32, device, torch.bfloat16)
+    packed = [randn(30, 2, 64, device=device, **BF16) for _ in "qkv"]
+    bounds = int32([0, 30], device)
+    grads = []
+    for attention in (
+        lambda scale: flash_attn_fp8_func(
+            *(x[None] for x in packed), scale, rotary_cos=cos, rotary_sin=sin
+        ),
+        lambda scale: flash_attn_fp8_varlen_func(
+            *packed, bounds, bounds, 30, 30, scale, rotary_cos=cos, rotary_sin=sin
+        ),
+    ):
+        scale = torch.tensor(0.1, device=device, requires_grad=True)
+        grads += torch.autograd.grad(attention(scale).float().square().sum(), scale)
+    assert grads[0] != 0
+    torch.testing.assert_close(*grads, rtol=1e-2, atol=0)
+
+
 def test_compiled_and_transformed(device):
     q, k, v = (randn(2, 30, 2, 64, device=device, **BF16) for _ in "qkv")
 
@@ -858,6 +878,7 @@ def test_quantized_cache(device):
         ((torch.zeros(2, 3, 4, 8, dtype=torch.int8),), TypeError, "floating-point"),
         (([1.0],), TypeError, "list"),
         ((torch.zeros(2, 3, 4),), ValueError, "4 dimensions"),
+        ((torch.zeros(2, 3, 4, 8).to_sparse(),), TypeError, "x must be a dense tensor"),
         ((torch.zeros(2, 3, 4, 0),), ValueError, "the last of at least 1"),
         ((torch.zeros(2, 3, 4, 8), 3), ValueError, "divide the heads of x, 4, got 3"),
         ((torch.zeros(2, 3, 4, 8), "a"), TypeError, "nheads_kv must be an int"),
@@ -870,6 +891,13 @@ def test_quantized_cache(device):
 def test_quantize_errors(given, error, words):
     with pytest.raises(error, match=words):
         quantize(*given)
+
+
+def test_quantize_what_is_next_to_nothing():
+    x = torch.zeros(1, 4, 2, 8)
+    x[:, :, 1, 0] = 1e-44  # by 448 it is 0
+    quantized, descale = quantize(x)
+    assert (quantized.float() == 0).all() and (descale == 1).all()
 
 
 # ---- the benchmark -------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn import _rowwise
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
@@ -208,3 +209,17 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type, message: str) -
 def test_wrong_reduction() -> None:
     with pytest.raises(ValueError, match="reduction must be .*got 'total'"):
         CrossEntropyLoss(reduction="total")
+
+
+def test_second_derivatives_are_refused() -> None:
+    logits = torch.randn(4, 6, requires_grad=True)
+    losses, _ = cross_entropy_loss(logits, torch.arange(4))
+    (gradient,) = torch.autograd.grad((losses * torch.randn(4)).sum(), logits, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        gradient.square().sum().backward()
+
+
+def test_labels_without_data() -> None:
+    with FakeTensorMode():
+        losses, _ = cross_entropy_loss(**wrong())
+        assert losses.shape == (4,)

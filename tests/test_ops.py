@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import OPTIONS, call, dense, int32, layout_of, randn, run, varlen
+from helpers import OPTIONS, call, dense, int32, layout_of, randn, run, since_torch, varlen
 from oracle import Attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -180,6 +180,91 @@ def test_compile_kvcache(device, compiler):
     torch.testing.assert_close(outs[0], outs[1])
     for eager, compiled in zip(*caches, strict=True):
         assert torch.equal(eager, compiled) and not torch.equal(eager, k_cache)
+
+
+def test_compile_with_out(device, compiler):
+    q, k_cache, v_cache, k, v, cos, sin, lengths, *_ = kvcache_arguments(device)
+
+    def dense(out: Tensor) -> Tensor:
+        return flash_attn.flash_attn_func(q, k, v, out=out)
+
+    def decode(out: Tensor) -> Tensor:
+        return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, out=out)
+
+    for function in (dense, decode):
+        out = torch.empty_like(q)
+        assert compiler(function)(out) is out and torch.equal(out, function(torch.empty_like(q)))
+
+
+def test_compile_kvcache_where_a_gradient_is_wanted(device):
+    """It has none: compiled code could only say so in words that nobody understands."""
+    torch._dynamo.reset()
+    q, k_cache, v_cache, *_ = kvcache_arguments(device)
+    q.requires_grad_()
+    step = torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="no derivative"):
+        step(q, k_cache, v_cache)
+    with torch.no_grad():
+        out = step(q, k_cache, v_cache)
+    assert torch.equal(out, flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("wanted", [False, True])
+def test_traced_for_torchscript(device, wanted):
+    """The trace has the operator, which takes other inputs and other shapes."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(9, 0))
+
+    first, second = dense(2, 40, 40, device=device), dense(1, 150, 170, device=device)
+    traced = torch.jit.trace(attend, tuple(x.requires_grad_(wanted) for x in first_of(first)))
+    for problem in (first, second):
+        leaves = [x.requires_grad_(wanted) for x in first_of(problem)]
+        outs = traced(*leaves), attend(*leaves)
+        torch.testing.assert_close(*outs)
+        if wanted:
+            gradients = (torch.autograd.grad(out.square().sum(), leaves) for out in outs)
+            torch.testing.assert_close(*gradients)
+
+
+def first_of(problem: Attention) -> list[Tensor]:
+    return [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
+
+
+@since_torch(2, 8, "guards of sizes that nobody knows")
+def test_compile_where_lengths_are_data(device):
+    """Packing inside of a compiled function."""
+    torch._dynamo.reset()
+    bounds, inputs = int32([0, 5, 17, 40], device), first_of(dense(1, 40, 40, device=device))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+        longest = bounds.diff().max().item()
+        return flash_attn.flash_attn_varlen_func(
+            q, k, v, bounds, bounds, longest, longest, causal=True
+        )
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        results = []
+        for variant in (attend, compiled):
+            leaves = [x[0].clone().requires_grad_() for x in inputs]
+            out = variant(*leaves, bounds)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("options", ["plain", "window-causal", "sinks"])
+def test_results_may_be_changed_in_place(device, options):
+    """As any tensor: also where a gradient is recorded."""
+    problem = dense(2, 40, 40, device=device, **OPTIONS[options](2, 2, device))
+    more = {"window_size": problem.window_size, "s_aux": problem.s_aux, "causal": problem.causal}
+    leaves = list(map(leaf, first_of(problem)))
+    out, lse, _ = flash_attn.flash_attn_func(*leaves, **more, return_attn_probs=True)
+    lse.unsqueeze_(0)
+    out.transpose_(1, 2).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("layout", PROBLEMS)

@@ -596,15 +596,66 @@ def test_compiles_without_graph_break(packed: bool) -> None:
     torch.testing.assert_close(compiled(x), rotate(x))
 
 
-def test_compiled_module_grows_its_tables() -> None:
-    compiled, eager = RotaryEmbedding(8), RotaryEmbedding(8)
+@pytest.mark.parametrize("scale_base", [None, 512])
+def test_compiled_module_keeps_no_tables(scale_base: int | None) -> None:
+    """Each longer sequence would be compiled anew, up to a limit."""
+    torch._dynamo.reset()
+    compiled, eager = (RotaryEmbedding(8, scale_base=scale_base) for _ in "ab")
     compiled.compile(fullgraph=True, backend="aot_eager")
-    for seqlen, offset in [(3, 0), (5, 0), (2, 7), (4, 0)]:
+    for seqlen, offset in [(3, 0), (5, 0), (2, 7), (4, 0), *((n, 0) for n in range(10, 24))]:
         qkv = torch.randn(1, seqlen, 3, 2, 8)
-        torch.testing.assert_close(
-            compiled(qkv.clone(), seqlen_offset=offset), eager(qkv, seqlen_offset=offset)
-        )
-    assert compiled._seq_len_cached == 9
+        rotated = compiled(qkv.clone(), seqlen_offset=offset)
+        expected = eager(qkv, seqlen_offset=offset, max_seqlen=seqlen + offset)
+        if scale_base is None:  # of XPos a longer table has another centre
+            torch.testing.assert_close(rotated, expected)
+    assert compiled._seq_len_cached == 0
+    kept = eager._seq_len_cached
+    eager.compile(fullgraph=True, backend="aot_eager")
+    for seqlen in range(kept - 2, kept + 10):
+        eager(torch.randn(1, seqlen, 3, 2, 8))
+    assert eager._seq_len_cached == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_of_the_other_type(dtype: torch.dtype) -> None:
+    cos, sin = tables(5, 8, dtype)
+    x = torch.randn(2, 5, 3, 8).to(dtype)
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    with torch.autocast("cpu", other):
+        assert torch.equal(apply_rotary_emb(x, cos, sin), apply_rotary_emb_torch(x, cos, sin))
+        inside = apply_rotary_emb(x, cos, sin)
+    assert torch.equal(inside, apply_rotary_emb(x, cos, sin))
+
+
+class Slower(RotaryEmbedding):
+    """As clients have it: positions interpolated, tables of its own."""
+
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
+        return super()._compute_inv_freq(device) / 4
+
+
+def test_subclass_with_other_angles() -> None:
+    slower, plain = Slower(8), RotaryEmbedding(8)
+    for seqlen in (5, 9):
+        qkv = torch.randn(1, seqlen, 3, 2, 8)
+        positions = torch.arange(seqlen) / 4
+        angles = torch.outer(positions, plain.inv_freq)
+        expected = apply_rotary_emb_qkv_(qkv.clone(), angles.cos(), angles.sin())
+        torch.testing.assert_close(slower(qkv), expected)
+    assert slower._compute_scale() is None
+    # In 16 bits it starts from exact ones.
+    slower.bfloat16()._update_cos_sin_cache(300)
+    angles = torch.outer(torch.arange(300.0), plain.inv_freq / 4)
+    torch.testing.assert_close(slower._cos_cached, angles.cos().bfloat16())
+
+
+def test_tables_of_inference_mode_serve_training() -> None:
+    rotary = RotaryEmbedding(8).eval()
+    with torch.inference_mode():
+        rotary(torch.randn(1, 5, 3, 2, 8))
+    qkv = torch.randn(1, 5, 3, 2, 8, requires_grad=True)
+    rotary(qkv * 1).sum().backward()
+    assert qkv.grad is not None
 
 
 X = torch.zeros(2, 5, 3, 8)

@@ -123,7 +123,8 @@ def largest_of(x: Tensor, block: Tensor, count: int) -> Tensor:
 def step(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """What the largest number of ``dtype`` stands for ``largest`` with; 1 for a maximum of 0."""
     most = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    return (largest / most).masked_fill(largest == 0, 1.0)
+    quotient = largest / most
+    return quotient.masked_fill(quotient == 0, 1.0)
 
 
 def _power_of_two(largest: Tensor) -> Tensor:

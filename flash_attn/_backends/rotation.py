@@ -23,6 +23,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         Shape and dtype of ``x``. Channels from rotary_dim on are copied unchanged. 16-bit inputs
         are computed in float32 and rounded once.
     """
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
+            return rotate(x, cos, sin, interleaved)
     half = cos.shape[-1]
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.unsqueeze(-2).to(compute_dtype), sin.unsqueeze(-2).to(compute_dtype)

@@ -20,7 +20,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flash_attn._arguments import FP8, SCALE_BLOCK, Attention, CacheAppend, Place, dense
+from flash_attn._arguments import (
+    FP8,
+    SCALE_BLOCK,
+    Attention,
+    CacheAppend,
+    Place,
+    dense,
+    is_readable,
+)
 from flash_attn._backends import cpu
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn._backends.quantisation import first_scale_blocks, quantised, to_fp8
@@ -490,9 +498,12 @@ class _Sequences:
             first, length = first + leftpad, length - leftpad
         length = length.clamp(min=0, max=a.max_seqlen_k)
         contiguous = storage.contiguous and a.leftpad_k is None
+        longest = min(storage.max_length, a.max_seqlen_k)
+        if a.batch > 0 and is_readable(length):  # a cache may have room for many more
+            longest = min(longest, int(length.max()))
         return cls(
             storage.total,
-            min(storage.max_length, a.max_seqlen_k),
+            longest,
             length,
             first,
             storage.seqlen,

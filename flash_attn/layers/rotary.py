@@ -1,5 +1,7 @@
 """Rotary position embedding for queries and keys, with the XPos extension."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -287,24 +289,28 @@ class RotaryEmbedding(nn.Module):
         self.interleaved = interleaved
         self.scale_base = scale_base
         self.pos_idx_in_fp32 = pos_idx_in_fp32
-        inv_freq, scale = self._compute_buffers(device)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.register_buffer("scale", self._compute_scale(device), persistent=False)
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
         self._cos_k_cached: Tensor | None = None
         self._sin_k_cached: Tensor | None = None
 
-    def _compute_buffers(
-        self, device: torch.device | str | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Of each channel pair, its radians a position and, for XPos, its scale."""
-        channel = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-        inv_freq = self.base ** (-channel / self.dim)
+    # Clients' subclasses call these two, or have their own.
+
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
+        """Of each channel pair, its radians a position."""
+        return self.base ** (-self._channels(device) / self.dim)
+
+    def _compute_scale(self, device: torch.device | str | None = None) -> Tensor | None:
+        """Of each channel pair, what XPos scales it by."""
         if self.scale_base is None:
-            return inv_freq, None
-        return inv_freq, (channel + 0.4 * self.dim) / (1.4 * self.dim)
+            return None
+        return (self._channels(device) + 0.4 * self.dim) / (1.4 * self.dim)
+
+    def _channels(self, device: torch.device | str | None) -> Tensor:
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
 
     def _update_cos_sin_cache(
         self,
@@ -317,29 +323,52 @@ class RotaryEmbedding(nn.Module):
         Without a device or dtype they take those of ``inv_freq``.
         """
         like = self.inv_freq.new_empty(0, device=device, dtype=dtype)
-        cached = self._cos_cached
-        if (
-            cached is not None
-            and seqlen <= self._seq_len_cached
-            and (cached.device, cached.dtype) == (like.device, like.dtype)
-            # Tables made in inference mode cannot be saved for a backward pass. Dynamo cannot ask.
-            and (torch.compiler.is_compiling() or not (self.training and cached.is_inference()))
-        ):
+        if self._are_covered(seqlen, like):
             return
+        # Tables made in inference mode could not be saved for a backward.
+        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+            tables = self._computed(seqlen, like)
         self._seq_len_cached = seqlen
+        self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
+
+    def _tables(
+        self, seqlen: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """cos and sin of queries, and of keys where they have others, of positions 0 .. seqlen - 1.
+
+        What compiled code computes it does not keep: each length would be compiled anew.
+        """
+        like = self.inv_freq.new_empty(0, device=device, dtype=dtype)
+        if torch.compiler.is_compiling() and not self._are_covered(seqlen, like):
+            return self._computed(seqlen, like)
+        self._update_cos_sin_cache(seqlen, device, dtype)
+        assert self._cos_cached is not None and self._sin_cached is not None
+        return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+
+    def _are_covered(self, seqlen: int, like: Tensor) -> bool:
+        cached = self._cos_cached
+        if cached is None or (cached.device, cached.dtype) != (like.device, like.dtype):
+            return False
+        return seqlen <= self._seq_len_cached
+
+    def _computed(
+        self, seqlen: int, like: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         inv_freq, scale = self.inv_freq, self.scale
         # module.to(bfloat16) also rounds its buffers, which is too coarse for angles: start again.
         if self.pos_idx_in_fp32 and inv_freq.dtype != torch.float32:
-            inv_freq, scale = self._compute_buffers(like.device)
+            inv_freq = self._compute_inv_freq(like.device)
+            scale = self._compute_scale(like.device)
         position = torch.arange(seqlen, device=like.device, dtype=inv_freq.dtype)
         angle = torch.outer(position, inv_freq.to(like.device))
         cos, sin = angle.cos(), angle.sin()
-        if scale is not None and self.scale_base is not None:
-            power = (position - seqlen // 2) / self.scale_base
-            scale = scale.to(like.device) ** power.unsqueeze(1)
-            self._cos_k_cached, self._sin_k_cached = (cos / scale).to(like), (sin / scale).to(like)
-            cos, sin = cos * scale, sin * scale
-        self._cos_cached, self._sin_cached = cos.to(like), sin.to(like)
+        if scale is None or self.scale_base is None:
+            return cos.to(like), sin.to(like), None, None
+        power = (position - seqlen // 2) / self.scale_base
+        scale = scale.to(like.device) ** power.unsqueeze(1)
+        tables = cos * scale, sin * scale, cos / scale, sin / scale
+        cos, sin, cos_k, sin_k = (x.to(like) for x in tables)
+        return cos, sin, cos_k, sin_k
 
     def forward(
         self,
@@ -377,14 +406,15 @@ class RotaryEmbedding(nn.Module):
         """
         seqlen_offset = int_if_known("seqlen_offset", seqlen_offset)
         if max_seqlen is not None:
-            self._update_cos_sin_cache(integer("max_seqlen", max_seqlen), qkv.device, qkv.dtype)
+            seqlen = integer("max_seqlen", max_seqlen)
         elif not isinstance(seqlen_offset, Tensor):
-            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
-        cos, sin = self._cos_cached, self._sin_cached
-        if cos is None or sin is None:
+            seqlen = qkv.shape[1] + seqlen_offset
+        elif self._cos_cached is not None:
+            seqlen = self._seq_len_cached
+        else:
             raise ValueError("max_seqlen must be given when seqlen_offset is a tensor, got None")
-        cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
-        sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        cos, sin, cos_k, sin_k = self._tables(seqlen, qkv.device, qkv.dtype)
+        cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
         if kv is None:
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q

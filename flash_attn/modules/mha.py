@@ -536,10 +536,8 @@ class MHA(nn.Module):
                     q, kv, seqlen_offset=offset, max_seqlen=inference_params.max_seqlen
                 )
             else:
-                self.rotary_emb._update_cos_sin_cache(
-                    inference_params.max_seqlen, q.device, q.dtype
-                )
-                cos, sin = self.rotary_emb._cos_cached, self.rotary_emb._sin_cached
+                max_seqlen = inference_params.max_seqlen
+                cos, sin, *_ = self.rotary_emb._tables(max_seqlen, q.device, q.dtype)
         if prompt:
             return inner(q, _update_kv_cache(kv, inference_params, self.layer_idx))
         if self.layer_idx not in inference_params.key_value_memory_dict:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from flash_attn._differentiation import differentiable_once
 from flash_attn._rowwise import accumulation_dtype, as_rows, check_like, rowwise
 
 
@@ -48,7 +48,7 @@ class _BiasGelu(torch.autograd.Function):
         return bias_gelu(y, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return bias_gelu_back(grads[0], *ctx.saved_tensors)
 
@@ -100,7 +100,7 @@ class SwiGLUFunction(torch.autograd.Function):
         return swiglu_fwd(x, y)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, y = ctx.saved_tensors
         return swiglu_bwd(x, y, g)

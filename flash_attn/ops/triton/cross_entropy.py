@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from flash_attn._arguments import is_readable
+from flash_attn._differentiation import differentiable_once
 from flash_attn._numbers import flag, integer, real
 from flash_attn._rowwise import accumulation_dtype, check_like, rowwise
 from flash_attn.utils.distributed import all_gather_raw, all_reduce_raw
@@ -126,7 +127,7 @@ class CrossEntropyLoss(torch.autograd.Function):
         return losses, z_losses
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_losses: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, lse = ctx.saved_tensors
         smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward = ctx.options
@@ -197,7 +198,7 @@ def _check(
     check_like(logits, logits.shape[:1], labels=labels, precomputed_lse=lse)
     if labels.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"labels must be int32 or int64, got {labels.dtype}")
-    if labels.is_cpu and not torch.compiler.is_compiling():
+    if is_readable(labels):
         classes = world_size * shape[1]
         wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignore_index)].tolist()
         if wrong:

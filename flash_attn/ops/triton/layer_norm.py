@@ -6,13 +6,14 @@ the dropout masks are kept, and ``x`` itself if a ``layerscale`` needs its gradi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from flash_attn._differentiation import differentiable_once
 from flash_attn._numbers import real
 from flash_attn._rotary import stored
 from flash_attn._rowwise import Sums, accumulation_dtype, as_rows, check_like, rowwise
@@ -104,7 +105,7 @@ def layer_norm_fn(
     if layerscale is not None:
         x = x * layerscale.to(accumulation_dtype(x.dtype))
     if rowscale is not None:
-        if rowscale.numel() == shape[:-1].numel():
+        if rowscale.numel() == math.prod(shape[:-1]):
             rowscale = rowscale.reshape(shape[:-1])
         check_like(x, shape[:-1], rowscale=rowscale)
         x = x * rowscale.unsqueeze(-1).to(accumulation_dtype(x.dtype))
@@ -234,7 +235,7 @@ class _NormalizedSum(torch.autograd.Function):
         return y, y1, total
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, mask, mask1, *affine = ctx.saved_tensors
         dx, dresidual, dx1 = (
