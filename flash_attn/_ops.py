@@ -558,7 +558,7 @@ def _operator(
         for destination, (parameter, shape_of) in zip(given, destinations.items(), strict=True):
             if destination is not None:  # copy_ would broadcast and convert
                 _arguments.check_destination(parameter, destination, args[0], shape_of(args))
-        if is_attention and given != [None] and wants_gradient(args, tensors):
+        if is_attention and given[0] is not None and wants_gradient(args, tensors):
             raise ValueError(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )

@@ -23,9 +23,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         Shape and dtype of ``x``. Channels from rotary_dim on are copied unchanged. 16-bit inputs
         are computed in float32 and rounded once.
     """
-    device_type = x.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        with torch.autocast(device_type, enabled=False):
+    if not torch.compiler.is_compiling() and _is_autocast(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):  # cat takes no other 16-bit type in it
             return rotate(x, cos, sin, interleaved)
     half = cos.shape[-1]
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -39,3 +38,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         a, b = channels[..., :half], channels[..., half:]
         rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
     return torch.cat((rotated.to(x.dtype), passed_through), dim=-1)
+
+
+def _is_autocast(device_type: str) -> bool:
+    is_available = torch.amp.is_autocast_available(device_type)
+    return is_available and torch.is_autocast_enabled(device_type)
