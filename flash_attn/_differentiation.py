@@ -1,4 +1,4 @@
-"""Gradients that have no derivative themselves."""
+"""What the Functions of this library have in common."""
 
 import functools
 from collections.abc import Callable
@@ -43,3 +43,14 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return _WithoutDerivative.apply(anchor, results)[0]
 
     return run
+
+
+def returned(*results: Tensor | None) -> Any:
+    """What a Function's forward returns, in compiled code too.
+
+    The compiler of torch 2.11 has gradients of zero, silently, where a result was written by an
+    operation in place or is what ``to`` left as it was (PyTorch's issue 180642).
+    """
+    if torch.compiler.is_compiling():
+        results = tuple(None if x is None else x.detach() for x in results)
+    return results[0] if len(results) == 1 else results

@@ -318,8 +318,10 @@ def test_strided() -> None:
 
 
 @since_torch(2, 5, "the compiler takes such functions")
-def test_torch_compile() -> None:
-    tensors = tensors_of("cpu", x=BF16, weight=BF16, residual=F32)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_compile(device: str) -> None:
+    torch._dynamo.reset()
+    tensors = tensors_of(device, x=BF16, weight=BF16, residual=F32)
     arguments = [tensors[name] for name in ("x", "weight", "bias", "residual")]
 
     def function(*arguments: Tensor) -> tuple[Tensor, Tensor]:

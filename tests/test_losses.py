@@ -173,8 +173,10 @@ def test_overwritten_logits_are_not_used_again() -> None:
         loss.backward()
 
 
-def test_torch_compile() -> None:
-    logits, labels = problem(6, 9, torch.float32)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_compile(device: str) -> None:
+    torch._dynamo.reset()
+    logits, labels = problem(6, 9, torch.float32, device)
     module = CrossEntropyLoss(label_smoothing=0.1)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     compiled(logits, labels).backward()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flash_attn._differentiation import differentiable_once
+from flash_attn._differentiation import differentiable_once, returned
 from flash_attn._rowwise import accumulation_dtype, as_rows, check_like, rowwise
 
 
@@ -45,7 +45,7 @@ class _BiasGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(y, bias)
-        return bias_gelu(y, bias)
+        return returned(bias_gelu(y, bias))
 
     @staticmethod
     @differentiable_once
@@ -97,7 +97,7 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(x, y)
-        return swiglu_fwd(x, y)
+        return returned(swiglu_fwd(x, y))
 
     @staticmethod
     @differentiable_once

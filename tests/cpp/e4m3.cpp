@@ -3,6 +3,7 @@
 // rounding, so the results are exact.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <random>
 

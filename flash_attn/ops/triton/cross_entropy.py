@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn._arguments import is_readable
-from flash_attn._differentiation import differentiable_once
+from flash_attn._differentiation import differentiable_once, returned
 from flash_attn._numbers import flag, integer, real
 from flash_attn._rowwise import accumulation_dtype, check_like, rowwise
 from flash_attn.utils.distributed import all_gather_raw, all_reduce_raw
@@ -119,6 +119,7 @@ class CrossEntropyLoss(torch.autograd.Function):
         ignored = labels == ignore_index
         z_losses.masked_fill_(ignored, 0.0)
         losses = (losses + lse + z_losses).masked_fill_(ignored, 0.0)
+        losses, z_losses = returned(losses, z_losses)
 
         ctx.save_for_backward(logits, labels, lse)
         ctx.mark_non_differentiable(z_losses)

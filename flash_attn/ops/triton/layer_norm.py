@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_attn._differentiation import differentiable_once
+from flash_attn._differentiation import differentiable_once, returned
 from flash_attn._numbers import real
 from flash_attn._rotary import stored
 from flash_attn._rowwise import Sums, accumulation_dtype, as_rows, check_like, rowwise
@@ -232,7 +232,7 @@ class _NormalizedSum(torch.autograd.Function):
         ctx.options = options
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, x1)]
         ctx.set_materialize_grads(False)
-        return y, y1, total
+        return returned(y, y1, total)
 
     @staticmethod
     @differentiable_once
