@@ -16,7 +16,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, device_fixture
-from helpers import dense, int32, is_installed, layout_of, randn, random_pages, varlen
+from helpers import (
+    dense,
+    int32,
+    is_installed,
+    layout_of,
+    randn,
+    random_pages,
+    since_torch,
+    varlen,
+)
 from oracle import Attention, Decode, Storage, assert_matches_oracle
 from torch import Tensor
 
@@ -354,6 +363,7 @@ def metadata(fa3: ModuleType, cache_seqlens: Any) -> Tensor:
     return fa3.get_scheduler_metadata(1, 1, 8, 2, 2, 8, cache_seqlens)
 
 
+@since_torch(2, 11, "the compiler takes named tuples like Options")
 def test_kvcache_with_packed_queries_compiled(fa3):
     x = torch.randn(1, 4, 2, 8)
     lengths, bounds = int32([3]), int32([0, 4])
