@@ -19,11 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flash_attn._numbers import flag, integer, real
 from flash_attn._numbers import scale as read_scale
 
-try:  # of a symbol of which nothing is known
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-except ImportError:  # before torch 2.8
-    guard_or_false = bool  # type: ignore[assignment]
-
 PLAIN_NUMBERS = frozenset((int, float, bool, type(None)))
 _STRIDED = torch.strided
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -951,9 +946,19 @@ def _check_pages(a: Attention, first: list[int], used: list[int]) -> None:
                 raise ValueError(f"block_table must name pages 0 .. {num_pages - 1}, got {page}")
 
 
+def _is_below_zero(value: int) -> bool:
+    """Whether a number is known to be: nothing may be known of a symbol."""
+    if not torch.compiler.is_compiling() and type(value) is int:
+        return value < 0
+    from torch.fx.experimental import symbolic_shapes  # which takes long to import
+
+    known = getattr(symbolic_shapes, "guard_or_false", bool)  # not in torch before 2.8
+    return known(value < 0)
+
+
 def _max_seqlen(name: str, value: Any) -> int:
     value = integer(name, value)  # some clients keep it on the GPU: reading it synchronises
-    if guard_or_false(value < 0):
+    if _is_below_zero(value):
         raise ValueError(f"{name} must be at least 0, got {value}")
     return value
 

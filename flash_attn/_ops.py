@@ -442,6 +442,10 @@ def complete(
 
 # ---- registration and routing --------------------------------------------------------------------
 
+# torch.compiler.disable imports the compiler, which takes as long as all of torch. PyTorch's own
+# code has this one, which does so when the function is called.
+_not_compiled: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """That of an operator: without what is for keywords alone."""
@@ -579,7 +583,7 @@ def _operator(
                     written[i] = destination.copy_(written[i])
         return written
 
-    @torch.compiler.disable  # torch.compile would go on with the functions that this calls
+    @_not_compiled  # torch.compile would go on with the functions that this calls
     def transformed(args: list[Any], operands: list[Any]) -> Any:
         """A call under torch.func's transforms, or that forward mode runs through."""
         if mutates:
@@ -642,9 +646,13 @@ def _is_watched(args: Sequence[Any]) -> bool:
     return any(isinstance(x, Tensor) and type(x) not in _ORDINARY for x in args)
 
 
-@torch.compiler.assume_constant_result  # the compiler guards it, but traces it in newer ones only
 def _in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
+
+
+# As torch.compiler.assume_constant_result marks it, which takes the import of the compiler, as long
+# as that of torch. (The compiler guards the answer, but traces the question in newer ones only.)
+vars(_in_transform)["_dynamo_marked_constant"] = True
 
 
 def is_seen(args: Sequence[Any]) -> bool:

@@ -427,6 +427,20 @@ def test_use_backend():
         flash_attn.flash_attn_func(problem.q, problem.k, problem.v)
 
 
+def test_import_takes_no_time():
+    """The compiler and what it calculates with take as long to import as all of torch."""
+    code = """
+import torch
+before = set(sys.modules)
+import flash_attn
+slow = {"torch._dynamo", "torch._inductor", "sympy"} & (set(sys.modules) - before)
+assert not slow, slow
+"""
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}"], check=True
+    )
+
+
 def test_import_needs_no_gpu_and_no_driver():
     code = (
         "import flash_attn, flash_attn_2_cuda; assert not __import__('torch').cuda.is_initialized()"
