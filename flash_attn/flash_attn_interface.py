@@ -234,7 +234,7 @@ def flash_attn_varlen_func(
     Parameters
     ----------
     q : (total_q, nheads, headdim)
-    k, v : (total_k, nheads_kv, headdim)
+    k, v : (total_k, nheads_kv, headdim), v with headdim_v
         With block_table pages, (num_pages, page_size, nheads_kv, headdim).
     cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
         Cumulative lengths: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1. Lengths may
@@ -410,14 +410,14 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     q : (batch, seqlen_q, nheads, headdim)
-    k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim)
+    k_cache, v_cache : (batch_cache, capacity, nheads_kv, headdim), v_cache with headdim_v
         With block_table pages, (num_pages, page_size, nheads_kv, headdim). Any strides but of the
         last dimension, which is contiguous; updated in place. Of the dtype of q, or both of
         torch.float8_e4m3fn, which halves their memory and what a step reads; q then is of 16 bits
         (or of float32, where PyTorch operations attend), or in float8_e4m3fn as well. What lies
         behind the last key of a sequence may be read, so its memory has to be there; it never
         reaches a result, whatever it is.
-    k, v : (batch, seqlen_new, nheads_kv, headdim), optional
+    k, v : (batch, seqlen_new, nheads_kv, headdim), v with headdim_v, optional
         Written to rows cache_seqlens .. cache_seqlens + seqlen_new - 1 of the cache before
         attending.
     rotary_cos, rotary_sin : (seqlen_rotary, rotary_dim / 2), optional

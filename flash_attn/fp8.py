@@ -78,8 +78,8 @@ def flash_attn_fp8_func(
     rotary_cos, rotary_sin : (seqlen_rotary, rotary_dim / 2), optional
         Rotate q and k first, by these tables of the dtype of q or float32: the same bits as
         ``apply_rotary_emb`` of both. Row i is at position i; seqlen_q must be seqlen_k. Without a
-        gradient, with a head dimension up to 128 and a rotary_dim that is a multiple of 16 the pass
-        that quantises does it; else it is a pass of its own.
+        gradient, with a head dimension up to 128, tables of the dtype of q and a rotary_dim that is
+        a multiple of 16 the pass that quantises does it; else it is a pass of its own.
     rotary_interleaved : bool
         True rotates pairs (2i, 2i + 1) (GPT-J), False pairs (i, i + rotary_dim / 2) (GPT-NeoX).
 
@@ -145,7 +145,8 @@ def flash_attn_fp8_varlen_func(
     Parameters
     ----------
     q : (total_q, nheads, headdim) float16 or bfloat16
-    k, v : (total_k, nheads_kv, headdim)
+    k : (total_k, nheads_kv, headdim)
+    v : (total_k, nheads_kv, headdim_v)
     cu_seqlens_q, cu_seqlens_k : (batch + 1,) int32
     max_seqlen_q, max_seqlen_k : int
     level : {"fast", "balanced", "accurate"}
