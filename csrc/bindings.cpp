@@ -104,6 +104,8 @@ std::map<std::string, T> to_map(const char* argument, PyObject* dict, Convert co
   std::map<std::string, T> map;
   PyObject *key, *value;
   for (Py_ssize_t place = 0; PyDict_Next(dict, &place, &key, &value);) {
+    // To convert may run Python, which may drop what the dict has.
+    const Ref kept_key = Ref::borrow(key), kept_value = Ref::borrow(value);
     const char* name = PyUnicode_AsUTF8AndSize(key, nullptr);
     if (name == nullptr) throw PythonError();
     map.emplace(name, convert(name, value));

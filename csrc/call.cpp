@@ -100,6 +100,19 @@ class Reader {
     return found->second;
   }
 
+  // A whole number. A double may be anything: NaN, infinite, more than an integer holds.
+  int64_t integer(const std::string& name, int64_t most = int64_t{1} << 53) const {
+    const double value = number(name);
+    if (!(std::fabs(value) <= static_cast<double>(most))) {
+      throw std::invalid_argument(name + ": got " + std::to_string(value) +
+                                  "; accepted: whole numbers up to " + std::to_string(most));
+    }
+    return static_cast<int64_t>(value);
+  }
+  int small_integer(const std::string& name) const {
+    return static_cast<int>(integer(name, std::numeric_limits<int>::max()));
+  }
+
   const TensorView& get(const std::string& name) const {
     const auto found = tensors_.find(name);
     if (found == tensors_.end()) throw std::invalid_argument(name + ": missing");
@@ -116,7 +129,7 @@ class Reader {
     const int64_t batch_stride = tensor.ndim == 4 ? tensor.stride[0] : 0;
     const int64_t row_stride = tensor.stride[last - 2], head_stride = tensor.stride[last - 1];
     const int64_t any = batch_stride | row_stride | head_stride | tensor.size[last];
-    aligned_ = aligned_ && any * size_of(dtype) % 16 == 0 &&
+    aligned_ = aligned_ && any % 16 * size_of(dtype) % 16 == 0 &&
                reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
     target = {tensor.data, batch_stride, row_stride, head_stride};
     bind(name, target.data, tensor);
@@ -304,10 +317,11 @@ void read_common(Reader& reader, Params& params) {
   params.headdim_v = to_int("headdim_v", headdim_v);
   params.total_q = to_length("rows of q", packed_q ? q.size[0] : q.size[1]);
   params.total_k = to_length("rows of k", packed_k ? k.size[0] : k.size[1]);
-  params.seqlen_q = to_length("max_seqlen_q", packed_q ? reader.number("max_seqlen_q") : q.size[1]);
+  params.seqlen_q =
+      to_length("max_seqlen_q", packed_q ? reader.integer("max_seqlen_q") : q.size[1]);
   const int64_t pages = reader.has("block_table") ? reader.get("block_table").size[1] : 1;
   params.seqlen_k =
-      to_length("max_seqlen_k", packed_k ? reader.number("max_seqlen_k") : k.size[1] * pages);
+      to_length("max_seqlen_k", packed_k ? reader.integer("max_seqlen_k") : k.size[1] * pages);
   params.slots_k = packed_k ? 1 : to_int("batch of k", k.size[0]);
   if (nheads % nheads_kv != 0) {
     throw std::invalid_argument("nheads: got " + std::to_string(nheads) + " and nheads_kv " +
@@ -357,7 +371,12 @@ void read_common(Reader& reader, Params& params) {
   int32("cache_batch_idx", params.cache_batch_idx, batch);
 
   visit_numbers(params, [&](const char* name, auto& field) {
-    field = static_cast<std::decay_t<decltype(field)>>(reader.number(name));
+    using Field = std::decay_t<decltype(field)>;
+    if constexpr (std::is_same_v<Field, int>) {
+      field = reader.small_integer(name);
+    } else {
+      field = static_cast<Field>(reader.number(name));
+    }
   });
   if (reader.has("alibi_slopes")) {
     const bool per_batch = reader.get("alibi_slopes").ndim == 2;
@@ -424,7 +443,7 @@ void read(Reader& reader, ForwardParams& params) {
   read_common(reader, params);
   read_pages(reader, params);
   reader.contiguous("lengths_k", params.lengths_k, {int64_t{params.batch} + 1}, DType::kInt32);
-  params.longest_k = to_length("max_seqlen_k", reader.number("max_seqlen_k"));
+  params.longest_k = to_length("max_seqlen_k", reader.integer("max_seqlen_k"));
   reader.contiguous("s_aux", params.s_aux, {params.nheads}, DType::kFloat32);
   reader.contiguous("seqused_before", params.seqused_before, {params.batch}, DType::kInt32);
   read_descales(reader, params);
@@ -485,6 +504,10 @@ void read(Reader& reader, QuantiseParams& params) {
   params.blocks = to_int("blocks of keys", blocks);
   if (reader.has("v")) {
     const TensorView& v = reader.get("v");
+    if (v.ndim != k.ndim) {
+      throw std::invalid_argument("v: got " + std::to_string(v.ndim) +
+                                  " dimensions; accepted: those of k, " + std::to_string(k.ndim));
+    }
     params.headdim_v = to_int("headdim_v", v.size[v.ndim - 1]);
     Shape v_shape = rows_of(k, params.headdim_v);
     reader.operand("v", params.v, v_shape, kernel.dtype);
@@ -563,7 +586,7 @@ void read(Reader& reader, RotaryParams& params) {
   params.rotation.conjugate = reader.number("conjugate") != 0;
   reader.contiguous("cu_seqlens", params.cu_seqlens, {params.batch + 1}, DType::kInt32);
   reader.contiguous("offsets", params.offsets, {params.batch}, DType::kInt32);
-  params.offset = static_cast<int>(reader.number("offset"));
+  params.offset = reader.small_integer("offset");
   params.aligned = reader.aligned();
 }
 
@@ -659,7 +682,7 @@ void read(Reader& reader, WidenParams& params) {
   reader.operand("k_out", params.k_out, {batch, rows, nheads_kv, params.headdim}, kernel.out_dtype);
   reader.operand("v_out", params.v_out, {batch, rows, nheads_kv, params.headdim_v},
                  kernel.out_dtype);
-  params.reach = to_int("reach", static_cast<int64_t>(reader.number("reach")));
+  params.reach = to_int("reach", reader.integer("reach"));
   reader.contiguous("seqused_k", params.seqused_k, {batch}, DType::kInt32);
   reader.contiguous("cache_batch_idx", params.cache_batch_idx, {batch}, DType::kInt32);
   read_pages(reader, params);

@@ -60,11 +60,14 @@ void CUDART_CB give_back(void* slot) {
 }  // namespace
 
 std::optional<int64_t> zeros_owner(cudaStream_t stream) {
-  cudaStreamCaptureStatus status;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0, id = 0;
   cudaGraph_t graph = nullptr;
-  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture, &graph),
-             "cudaStreamGetCaptureInfo");
+  // The default stream is never captured, and cannot be asked while some others are.
+  if (stream != nullptr) {
+    check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture, &graph),
+               "cudaStreamGetCaptureInfo");
+  }
   if (status != cudaStreamCaptureStatusActive) {
     check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
     return static_cast<int64_t>(id);

@@ -12,9 +12,9 @@ namespace flash {
 constexpr int kGraphSlots = 256;
 
 // Kernels of one owner follow each other. Of a stream: its id, which no other stream of the process
-// ever has. (A handle may be another stream's later, or mean each thread's own.) Of a stream under
-// capture: -1 - slot, of 0 .. kGraphSlots - 1, which belongs to the graph until that is destroyed;
-// none if all are taken.
+// ever has. (A handle may be another stream's later, or mean each thread's own, or, as the default
+// stream's, that of the green context that is current.) Of a stream under capture: -1 - slot, of 0
+// .. kGraphSlots - 1, which belongs to the graph until that is destroyed; none if all are taken.
 std::optional<int64_t> zeros_owner(cudaStream_t stream);
 
 }  // namespace flash

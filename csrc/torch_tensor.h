@@ -65,6 +65,13 @@ inline Ref attribute(PyObject* object, PyObject* name) {
   return Ref(PyObject_GetAttr(object, name));
 }
 
+// data_ptr() of a tensor, through Python.
+inline void* data_ptr_of(PyObject* tensor) {
+  void* const address = PyLong_AsVoidPtr(call_method(tensor, TorchNames::get().data_ptr).get());
+  check_error();
+  return address;
+}
+
 inline void check_dims(Py_ssize_t ndim) {
   if (ndim > TensorView::kMaxDims) {
     throw std::invalid_argument("a tensor of more than 5 dimensions");
@@ -74,9 +81,11 @@ inline void check_dims(Py_ssize_t ndim) {
 // shape and stride() are tuples of int.
 inline int read_tuple(const Ref& tuple, std::array<int64_t, TensorView::kMaxDims>& values) {
   const Py_ssize_t length = PyTuple_Size(tuple.get());
+  if (length < 0) throw PythonError();
   check_dims(length);
   for (Py_ssize_t i = 0; i < length; ++i) {
     values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple.get(), i));
+    check_error();
   }
   return static_cast<int>(length);
 }
@@ -84,7 +93,7 @@ inline int read_tuple(const Ref& tuple, std::array<int64_t, TensorView::kMaxDims
 inline TensorView view_attributes(PyObject* tensor) {
   const TorchNames& names = TorchNames::get();
   TensorView view;
-  view.data = PyLong_AsVoidPtr(call_method(tensor, names.data_ptr).get());
+  view.data = data_ptr_of(tensor);
   view.ndim = read_tuple(attribute(tensor, names.shape), view.size);
   read_tuple(call_method(tensor, names.stride), view.stride);
   view.device = static_cast<int>(PyLong_AsLong(call_method(tensor, names.get_device).get()));
@@ -129,9 +138,7 @@ inline TensorView view_tensor(PyObject* tensor) {
 
 inline void* address_of(PyObject* tensor) {
   const TorchNames& names = TorchNames::get();
-  if (names.read_tensor == nullptr) {
-    return PyLong_AsVoidPtr(call_method(tensor, names.data_ptr).get());
-  }
+  if (names.read_tensor == nullptr) return data_ptr_of(tensor);
   dlpack::Tensor read;
   if (names.read_tensor(tensor, &read) != 0) throw PythonError();
   return read.data;

@@ -362,7 +362,7 @@ def test_workspaces_kept_zero(monkeypatch):
 
     monkeypatch.setattr(cuda, "_lasting_zeros", lasting_zeros)
     made_by = torch.zeros
-    owners = {1: 10, 2: 20, 3: -1, 4: -2, 5: None}
+    owners = {0: 7, 1: 10, 2: 20, 3: -1, 4: -2, 5: None}
     extension = SimpleNamespace(zeros_owner=owners.get, KEPT_ZERO=8, GRAPH_SLOTS=2)
     monkeypatch.setattr(cuda, "_C", extension, raising=False)
 
@@ -385,3 +385,5 @@ def test_workspaces_kept_zero(monkeypatch):
     assert all(x.shape == (8,) and x.dtype == torch.int32 and not x.any() for x in all_zeros)
     owners[1] = 30  # the handle of a destroyed stream, used again
     assert zeros(1) is not first
+    owners[0] = 40  # another green context is current: its default stream has the same handle
+    assert zeros(0) is not by_default

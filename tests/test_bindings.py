@@ -105,6 +105,21 @@ def test_errors(module: ModuleType, call: Any, error: type[Exception], message: 
         call(module, placed)
 
 
+def test_a_dict_that_changes(module: ModuleType) -> None:
+    """A number's __float__ may drop the dict's own references to its name and itself."""
+
+    class Clearing:
+        def __float__(self) -> float:
+            numbers.clear()
+            taken.extend(f"{i:05}" for i in range(1000))  # in the place of the name
+            return 8.0
+
+    for _ in range(20):
+        taken: list[str] = []
+        numbers: dict[str, Any] = {"".join(["b", "ytes"]): Clearing()}
+        assert module.prepare(0, {}, numbers).workspaces == [("scratch", 8, True)]
+
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float32)
 DTYPES += (torch.int32, torch.int64, torch.float64)
 
@@ -125,6 +140,19 @@ def test_ways_to_read_a_tensor(
         assert told[-1] == told[-2] and "device -1, 3 by 6, 4 by 18, 5 by 1" in told[-1]
         assert int(told[-1].split(",")[0], 16) == x.data_ptr()
     assert len({text.split(",")[1] for text in told}) == len(DTYPES)
+
+    class Broken(torch.Tensor):
+        def data_ptr(self) -> Any:
+            return "nowhere"
+
+    call = by_attributes.prepare(0, {"q": bf16(1)}, {"bytes": 8}).at([0, 1], [0, 0])
+    broken = bf16(1).as_subclass(Broken)
+    for use in (
+        lambda: by_attributes.prepare(0, {"q": broken}, {"bytes": 8}),
+        lambda: call.launch((broken, broken), (), 8),
+    ):
+        with pytest.raises(TypeError, match="integer"):
+            use()
 
 
 def test_what_a_call_is_remembered_by(module: ModuleType) -> None:

@@ -127,6 +127,21 @@ def test_streams_have_identities():
     assert len(owners) == 3 and min(owners) >= 0
 
 
+def test_default_streams_of_green_contexts():
+    """One handle, and other streams, whose kernels run at the same time: each has its zeros."""
+    if not cuda.available() or not hasattr(torch.cuda, "green_contexts"):
+        pytest.skip("no extension, or torch has no green contexts")
+    zeros = [cuda._kept_zero(0, 0)]
+    for _ in range(2):
+        context = torch.cuda.green_contexts.GreenContext.create(num_sms=16, device_id=0)
+        context.set_context()
+        stream = torch.cuda.current_stream().cuda_stream
+        zeros.append(cuda._kept_zero(0, stream))
+        context.pop_context()
+        assert stream == 0
+    assert len({x.data_ptr() for x in zeros}) == 3
+
+
 def test_graphs_have_slots():
     """One for each stream that a graph is captured from, given back when the graph goes."""
     if not cuda.available():

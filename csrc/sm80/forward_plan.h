@@ -91,7 +91,7 @@ inline std::vector<int> likely_parts(const ForwardParams& params, const ForwardT
   for (const KnownSequences& x : known_sequences(params)) {
     most = std::max(most, x.steps(x.queries() - 1, x.queries(), tile.block_n));
   }
-  most = std::min<int64_t>({most, kMostSplits, kMostPartBytes / (tiles * part_bytes)});
+  most = std::min<int64_t>({most, kMostSplits, kMostPartBytes / part_bytes / tiles});
   return likely_splits(tiles, int64_t{multiprocessors()} * fitting, most);
 }
 

@@ -4,6 +4,8 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "host/divided_keys.h"
@@ -16,6 +18,11 @@ namespace flash::sm90 {
 namespace {
 
 constexpr int kLeastSteps = 2;  // over the keys of a part
+// Of a sequence about so many blocks of queries are told apart; neighbours of more are taken to be
+// alike, so that a plan takes little time.
+constexpr int64_t kMostBlocks = 1024;
+// Tickets are ints, and workers draw some beyond the last.
+constexpr int64_t kMostTickets = 1 << 30;
 // Tiles are about equally long if the shortest has so much of the steps of the longest.
 constexpr float kAlike = 0.9f;
 // What a launch of parts of the tiles left over costs: microseconds, and a part of the time of the
@@ -128,13 +135,15 @@ std::vector<TileWork> forward_work(const ForwardParams& params, int group,
   std::vector<TileWork> tiles;
   for (const KnownSequences& sequences : known_sequences(params)) {
     const int64_t queries = sequences.queries(), heads = params.nheads / group;
-    for (int64_t first = (queries - 1) / rows * rows; first >= 0; first -= rows) {
+    const int64_t blocks = (queries - 1) / rows + 1, alike = (blocks - 1) / kMostBlocks + 1;
+    for (int64_t block = blocks - 1; block >= 0; block -= alike) {
+      const int64_t first = block * rows;
       int64_t seen = 0;
       int used = 0;
       for (int i = 0; i < warpgroups && first + i * 64 / group < queries; ++i, ++used) {
         seen += sequences.steps(first, first + (i * 64 + 63) / group + 1, tile.block_n);
       }
-      tiles.push_back({sequences.count() * heads,
+      tiles.push_back({sequences.count() * heads * std::min(alike, block + 1),
                        static_cast<int>(sequences.steps(first, first + rows, tile.block_n)),
                        static_cast<float>(seen) / used, static_cast<float>(used) / warpgroups});
     }
@@ -198,8 +207,8 @@ Division divide(const std::vector<TileWork>& work, const TileTimes& times,
                 const HeadDimTimes& common, int streams, int64_t tiles, int64_t tile_floats,
                 int num_splits, int fewest, SlotsOf slots_of) {
   const int sms = multiprocessors();
-  const int given = std::min(num_splits, kMostSplits);
-  const int given_apart = std::min(kApart - num_splits, kMostApart);
+  const int given = std::clamp(num_splits, kApart - kMostApart, kMostSplits);
+  const int given_apart = kApart - given;
   Division best{1, false, INFINITY};
   const auto consider = [&](int splits, bool apart, float time) {
     if (splits >= fewest && time < best.time) best = {splits, apart, time};
@@ -261,7 +270,7 @@ Leftover divide_leftover(const ForwardParams& params, const std::vector<TileWork
   const float undivided = times.ends.busy + most * times.step.busy;
   const float overhead = kSecondLaunch + kUneven * undivided * (whole / sms);
   for (int splits = 2; splits <= kMostSplits; ++splits) {
-    const bool given = splits == -params.num_splits;
+    const bool given = -splits == params.num_splits;
     const bool many = leftover * splits > int64_t{kMostRounds} * sms;
     if (!given && (params.num_splits < 0 || many || most < kLeastSteps * splits)) continue;
     const int64_t rounds = (leftover * splits + sms - 1) / sms;
@@ -278,6 +287,19 @@ Leftover divide_leftover(const ForwardParams& params, const std::vector<TileWork
 int64_t count_tiles(const ForwardParams& params, int group, int block_m) {
   const int rows = block_m / group;
   return int64_t{params.batch} * (params.nheads / group) * ((params.seqlen_q + rows - 1) / rows);
+}
+
+// What there are more tickets of than a launch can count is refused.
+void check_tickets(const ForwardParams& params, const ForwardPlan& plan, int group, int block_m) {
+  const int rows = block_m / group, splits = plan.whole > 0 ? 1 : plan.splits;
+  const int64_t blocks = params.cu_seqlens_q == nullptr
+                             ? int64_t{params.batch} * ((params.seqlen_q + rows - 1) / rows)
+                             : int64_t{params.total_q / rows} + params.batch;
+  const int64_t tickets = blocks * (params.nheads / group) * splits;
+  if (tickets > kMostTickets) {
+    throw std::invalid_argument("batch * nheads * query blocks * num_splits: got " +
+                                std::to_string(tickets) + "; accepted: up to 2^30");
+  }
 }
 
 // Microseconds of the pass that transposes values of e4m3.
@@ -328,6 +350,8 @@ ForwardPlan plan_forward(const ForwardParams& params, FeatureSet features, int h
                                 params.num_splits, 1, slots_of);
     consider(all.splits, 0, all.apart, all.time);
   }
+  const int block_m = forward_tile(headdim, headdim_v, features, best.tile).block_m;
+  check_tickets(params, best, heads_in_tile(params, features, block_m), block_m);
   return best;
 }
 
@@ -372,6 +396,7 @@ ForwardPlan plan_quantised(const ForwardParams& params, FeatureSet features, int
     consider({0, leftover.splits, leftover.whole, true}, whole + pass - leftover.gain,
              params.num_splits < 0);
   }
+  check_tickets(params, best, group, tile.block_m);
   return best;
 }
 

@@ -944,7 +944,6 @@ def _rows(problem: Attention) -> int:
 # (device, owner: see _C.zeros_owner) -> zeros, which the kernels of one owner leave as they were
 _kept_zeros: dict[tuple[int, int | None], Tensor] = {}
 _FIRST_SLOT = -1  # of CUDA graphs; the others are below
-_DEFAULT_STREAM = -(2**31)  # below all slots; it needs no asking, as it is never captured
 
 
 def _kept_zero(device: int, stream: int) -> Tensor:
@@ -954,12 +953,12 @@ def _kept_zero(device: int, stream: int) -> Tensor:
     any stream, has its own for each stream that it was captured from. Those are made with the
     first of the device's: before there are any, a captured call makes zeros within the graph.
     """
-    owner = _DEFAULT_STREAM if stream == 0 else _C.zeros_owner(stream)
+    owner = _C.zeros_owner(stream)
     zeros = _kept_zeros.get((device, owner))
     if zeros is not None:
         return zeros
     where = torch.device("cuda", device)
-    if owner is None or _DEFAULT_STREAM < owner <= _FIRST_SLOT:
+    if owner is None or owner <= _FIRST_SLOT:
         return torch.zeros(_C.KEPT_ZERO, dtype=torch.int32, device=where)
     owners = [owner]
     if (device, _FIRST_SLOT) not in _kept_zeros:
