@@ -280,7 +280,8 @@ struct BackwardParams : AttentionParams {
 
   // dQ / gradient_scale, cleared by the kernels: (nheads, row_tiles, elements of a row tile). A row
   // tile is 16 queries (sm80) or those of a step (sm90), kept in the order of accumulators; those
-  // of sequence b begin at dq_tile(b).
+  // of sequence b begin at dq_tile(b). Of whole heads (sm90/backward_tiles.cuh): (thread blocks,
+  // row tiles of a head, elements of a row tile), not cleared.
   float* dq_accum;
   int row_tiles;
   // For each (head, row tile) one counter, or two where two thread blocks add half of the columns

@@ -211,6 +211,43 @@ def test_plan_of_forwards_of_sm80(tmp_path: Path, build_support: ModuleType) -> 
     assert sum(regrets) / len(regrets) < 0.01 and max(regrets) < 0.15
 
 
+def test_whole_heads(tmp_path: Path, build_support: ModuleType) -> None:
+    """Short sequences, if heads keep 132 SMs busy and stay in the L2 cache, or are read twice."""
+    shapes = {  # batch, seqlen, nheads, nheads_kv, causal: whether thread blocks take whole heads
+        (64, 256, 16, 16, False): True,
+        (64, 256, 16, 16, True): True,
+        (64, 256, 64, 8, False): True,
+        (33, 256, 4, 4, False): True,  # 132 heads
+        (9, 256, 16, 16, False): False,  # 144
+        (5, 256, 16, 16, True): False,  # 80
+        (44, 384, 6, 6, True): True,  # two additions to each block of queries
+        (44, 384, 6, 6, False): False,  # three, and 52 MB
+        (33, 512, 16, 16, True): False,
+        (64, 128, 16, 16, False): False,  # lone tiles
+        (64, 256, 128, 4, False): False,  # 128 row tiles of a head
+    }
+    plans = backward_plans(list(shapes), tmp_path, build_support)
+    for (shape, wanted), (_, plan) in zip(shapes.items(), plans, strict=True):
+        assert plan[-1] == wanted, shape
+
+
+def backward_plans(
+    shapes: list[tuple[int, int, int, int, bool]], folder: Path, build_support: ModuleType
+) -> list[tuple[int, list[int]]]:
+    """The steps of the heads that share K and V, and what tests/cpp/backward_plan.cpp prints."""
+    numbers: list[int] = []
+    head_steps = []
+    for batch, seqlen, nheads, nheads_kv, causal in shapes:
+        row_blocks = seqlen // 64
+        seen = [row_blocks - 2 * key if causal else row_blocks for key in range(seqlen // 128)]
+        head_steps.append(nheads // nheads_kv * sum(seen))
+        numbers += [batch, seqlen, nheads, nheads_kv, int(causal), head_steps[-1], 132]
+    status, printed = output_of("backward_plan", folder, numbers, toolkit_include(build_support))
+    assert status == 0
+    plans = [list(map(int, line.split())) for line in printed.splitlines()]
+    return list(zip(head_steps, plans, strict=True))
+
+
 def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
     """With many tiles and additions; what runs first is cleared before the main kernel."""
     shapes = {  # batch, seqlen, nheads, nheads_kv, causal: whether they work
@@ -222,18 +259,11 @@ def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
         (16, 1024, 32, 8, True): False,  # and heads share K and V
         (32, 512, 16, 16, False): False,  # 4
     }
-    numbers: list[int] = []
-    head_steps = []
-    for batch, seqlen, nheads, nheads_kv, causal in shapes:
-        row_blocks = seqlen // 64
-        seen = [row_blocks - 2 * key if causal else row_blocks for key in range(seqlen // 128)]
-        head_steps.append(nheads // nheads_kv * sum(seen))
-        numbers += [batch, seqlen, nheads, nheads_kv, int(causal), head_steps[-1]]
-    status, printed = output_of("backward_plan", tmp_path, numbers, toolkit_include(build_support))
-    assert status == 0
-    lines = zip(shapes.items(), head_steps, printed.splitlines(), strict=True)
-    for ((batch, seqlen, nheads, nheads_kv, _), works), wanted, line in lines:
-        steps, head_tiles, tiles, cleared, ahead = map(int, line.split())
+    planned = backward_plans(list(shapes), tmp_path, build_support)
+    for ((batch, seqlen, nheads, nheads_kv, _), works), (wanted, plan) in zip(
+        shapes.items(), planned, strict=True
+    ):
+        steps, head_tiles, tiles, cleared, ahead, _ = plan
         assert steps == (wanted if works else 0)
         if not works:
             continue
@@ -242,6 +272,33 @@ def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
         assert tiles == batch * nheads * row_blocks
         assert cleared % head_tiles == 0 and ahead >= cleared
         assert cleared // head_tiles * (seqlen // 128) >= 132
+
+
+def test_plan_without_room_for_a_cluster(tmp_path: Path, build_support: ModuleType) -> None:
+    """No worker: the launch fails with an error, the plan does not end the process."""
+    shapes = [(2, 1000, 8, 4, 0, 640, 0), (2, 1000, 8, 4, 1, 320, 0), (1, 100, 1, 1, 0, 2, 0)]
+    numbers = [x for shape in shapes for x in shape]
+    status, printed = output_of("backward_plan", tmp_path, numbers, toolkit_include(build_support))
+    assert (status, len(printed.splitlines())) == (0, len(shapes))
+
+
+def test_more_tiles_than_a_launch_counts(tmp_path: Path, build_support: ModuleType) -> None:
+    """One query of each head is a tile; a plan of the longest sequences takes no time."""
+    shapes = {
+        (4, 2**27, 1, 1, 16, 16, 64, 0): False,
+        (1, 2**27, 1, 1, 16, 16, 128, 0): False,
+        (4, 2**26, 1, 1, 16, 16, 64, 0): True,
+        (4, 1, 2**30, 2**30, 64, 1, 128, 1): True,
+    }
+    numbers = [x for shape in shapes for x in shape]
+    status, printed = output_of("forward_plan", tmp_path, numbers, toolkit_include(build_support))
+    assert status == 0
+    assert [x != "refused" for x in printed.split()] == list(shapes.values())
+
+
+def test_owners_of_zeros(tmp_path: Path, build_support: ModuleType) -> None:
+    more = toolkit_include(build_support)
+    assert output_of("zeros_owner", tmp_path, [], more) == (0, "")
 
 
 def test_operands_of_8_bits(tmp_path: Path, build_support: ModuleType) -> None:

@@ -233,6 +233,19 @@ def test_backward_ends(device, lengths, headdims):
         assert torch.equal(grad, first[name]), name
 
 
+def gradients_of_entries(problem: Attention) -> Callable[[slice], dict[str, Tensor]]:
+    """Of some batch entries, by one forward of all."""
+    out, lse, _, _ = private_forward(problem)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+
+    def gradients(entries: slice) -> dict[str, Tensor]:
+        q, k, v = (x[entries].contiguous() for x in (problem.q, problem.k, problem.v))
+        given = (x[entries].contiguous() for x in (dout, out, lse))
+        return private_backward(replace(problem, q=q, k=k, v=v), *given, place=torch.clone)
+
+    return gradients
+
+
 # Batch, queries, keys, heads, heads of keys, options: at least 6 tiles of keys for each SM, and 8
 # of them see the queries of a block.
 MANY_TILES = {
@@ -256,16 +269,42 @@ def test_idle_warps(device, case, headdim):
     assert batch * nheads_kv * -(-seqlen_k // 128) >= 6 * sms
     shape = (batch, seqlen_q, seqlen_k, nheads, nheads_kv, headdim)
     problem = dense(*shape, dtype=torch.bfloat16, device=device, **options)
-    out, lse, _, _ = private_forward(problem)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
-
-    def gradients(entries: slice) -> dict[str, Tensor]:
-        q, k, v = (x[entries].contiguous() for x in (problem.q, problem.k, problem.v))
-        given = (x[entries].contiguous() for x in (dout, out, lse))
-        return private_backward(replace(problem, q=q, k=k, v=v), *given, place=torch.clone)
-
+    gradients = gradients_of_entries(problem)
     fill_memory_with_nan(device)
     together = gradients(slice(batch))
+    for i in range(batch):
+        for name, alone in gradients(slice(i, i + 1)).items():
+            torch.testing.assert_close(together[name][i : i + 1], alone, rtol=2e-2, atol=2e-3)
+
+
+# Queries, keys, query heads of a key head, options.
+WHOLE_HEADS = {
+    "full": (256, 256, 1, {}),
+    "causal": (300, 384, 1, {"causal": True}),
+    "unseen-queries": (256, 200, 1, {"causal": True}),
+    "unseen-keys": (64, 256, 1, {"window_size": (60, 0)}),
+    "group": (200, 256, 4, {"window_size": (150, 100)}),
+    "one-block-of-queries": (60, 250, 2, {}),
+    "softcap": (256, 256, 1, {"softcap": 20.0}),
+}
+
+
+@pytest.mark.parametrize("headdim", [32, 64, 96, 128])
+@pytest.mark.parametrize("case", WHOLE_HEADS)
+def test_whole_heads(device, case, headdim):
+    """A head's tiles are one thread block's if that keeps all SMs busy. Each batch entry alone does
+    not. The bits do not move. The workspaces lie where there was NaN.
+    """
+    seqlen_q, seqlen_k, group, options = WHOLE_HEADS[case]
+    batch, nheads_kv = 4, torch.cuda.get_device_properties(device).multi_processor_count // 2
+    shape = (batch, seqlen_q, seqlen_k, group * nheads_kv, nheads_kv, headdim)
+    problem = dense(*shape, dtype=torch.bfloat16, device=device, **options)
+    gradients = gradients_of_entries(problem)
+    together = gradients(slice(batch))
+    for _ in range(3):
+        fill_memory_with_nan(device)
+        for name, again in gradients(slice(batch)).items():
+            assert torch.equal(again, together[name])
     for i in range(batch):
         for name, alone in gradients(slice(i, i + 1)).items():
             torch.testing.assert_close(together[name][i : i + 1], alone, rtol=2e-2, atol=2e-3)

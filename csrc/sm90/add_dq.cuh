@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cuda/ptx>
 
+#include "common/mask.h"
 #include "common/range.h"
 #include "common/sequence.h"
 #include "params.h"
@@ -87,6 +88,51 @@ __device__ void add_dq(const BackwardParams& params, const BackwardSchedule& sch
     }
   }
   cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+}
+
+// The same of whole heads, in a workspace of the thread block, `accum`: (row tiles of a head,
+// elements of a row tile). The first tile stores; after the last one an idle warp rounds.
+template <typename Config>
+__device__ void add_dq_of_heads(const BackwardParams& params,
+                                typename Config::SharedStorage& shared, float* accum) {
+  constexpr int kBlockM = Config::kBlockM;
+  const int blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const int group = params.nheads / params.nheads_kv;
+  const Mask mask{params.seqlen_k, params.seqlen_k - params.seqlen_q, params.window_left,
+                  params.window_right};
+  PipelineState<Config::kDqStages> state;
+#pragma unroll 1
+  for (uint32_t i = 0;; ++i, state.advance()) {
+    const PipelineState<Config::kStepSlots> slot{i};
+    const auto [row_tile, n_block, last] = shared.steps.look(slot);
+    if (row_tile < 0) break;
+    const int m_begin = row_tile % params.row_tiles % blocks * kBlockM;
+    const Range tiles =
+        key_blocks<Config::kBlockN>(mask, m_begin, min(m_begin + kBlockM, params.seqlen_q));
+    const bool first = n_block + 1 == tiles.end, complete = n_block == tiles.begin;
+    const int place = row_tile / params.row_tiles % group * blocks + m_begin / kBlockM;
+    // What was added in the step before is in memory.
+    cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+    shared.idle.hand_over();
+    if (first) shared.idle.wait_rounded(place);
+    shared.dq_pipeline.wait_stored(state);
+    float* const target = accum + place * Config::kDqSize;
+    const auto* source = reinterpret_cast<const float*>(shared.dq[state.stage()]);
+    if (first) {
+      cuda::ptx::cp_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared, target, source,
+                               sizeof(shared.dq[0]));
+    } else {
+      cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
+                                      cuda::ptx::op_add, target, source, sizeof(shared.dq[0]));
+    }
+    cuda::ptx::cp_async_bulk_commit_group();
+    if (complete) shared.idle.prepare(place, shared.step_queries[slot.stage()]);
+    cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+    shared.dq_pipeline.release_alone(state);
+  }
+  cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+  shared.idle.hand_over();
+  shared.idle.end_heads();
 }
 
 constexpr int kDqWriters = 3;  // warps

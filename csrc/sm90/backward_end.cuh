@@ -99,7 +99,7 @@ __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBl
   }
 }
 
-// Grid: (part_blocks + tiles * nheads), without the latter if all tiles are lone ones.
+// Grid: (part_blocks + tiles * nheads), without the latter if the main kernel writes dQ.
 // part_blocks: thread blocks that add parts
 // When it starts the rows kernel has ended, and with it what has written lengths: they may be read
 // in front of the wait.

@@ -15,7 +15,8 @@
 //   adders     two warps: have TMA add dQ to a float32 workspace, the second only if that goes in
 //              turns
 //   idle       two warps, if there is one adder: clear that workspace and round dQ of other heads,
-//              see idle_warps.cuh
+//   or
+//              round dQ of the heads that the thread block takes whole, see idle_warps.cuh
 //   writers    of lone tiles, in place of adders and idle warps, three warps: write dQ
 //
 // dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
@@ -64,13 +65,14 @@ __device__ void produce(BackwardProducer<Config> producer) {
   const BackwardSchedule& schedule = producer.schedule;
   auto& shared = producer.shared;
   const int lane = producer.lane;
-  TileScheduler scheduler(params.counters, schedule, KeyTiles<kBlockN>{params, schedule},
-                          blockIdx.x, gridDim.x, lane);
+  TileScheduler scheduler(params.counters, schedule,
+                          KeyTiles<kBlockN, Config::kHasIdleWarps>{params, schedule}, blockIdx.x,
+                          gridDim.x, lane);
   scheduler.begin();  // the rows kernel, which may still run, has no tickets
   TilePipeline<Tile>::State tile_state;
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<Config::kStages> state;
-  for (;; next_tile(scheduler, schedule)) {
+  for (;; next_tile(scheduler, schedule, shared.tiles.sent(tile_state).block)) {
     const Tile tile = scheduler.tile();
     if (tile.batch < 0) {
       producer.announce_end(state.count);
@@ -332,7 +334,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.dq_pipeline.init(schedule.lone ? kDqWriters : 1, Config::kConsumerWarps);
     shared.steps.init();
     for (uint64_t& barrier : shared.tail_full) init_barrier(barrier, 1);
-    if (schedule.idle.head_steps > 0) shared.idle.init();
+    if (schedule.idle.head_steps > 0 || schedule.head_tiles > 0) shared.idle.init();
     shared.tiles.init(Config::kConsumerWarps);
     fence_barrier_init();
   }
@@ -353,6 +355,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (helper == 1) ptx::let_next_kernel_start();
     if (helper >= 1 && schedule.lone) {
       write_dq<Config>(params, shared, helper - 1, lane);
+    } else if (helper >= 1 && schedule.head_tiles > 0) {
+      float* const accum =
+          params.dq_accum + int64_t{blockIdx.x} * schedule.head_tiles * Config::kDqSize;
+      if (helper % 2 == 1) {
+        shared.idle.template round_heads<Config>(params, accum, helper / 2, lane);
+      } else if (lane == 0) {
+        add_dq_of_heads<Config>(params, shared, accum);
+      }
     } else if (helper % 2 == 1 && schedule.idle.head_steps > 0) {
       shared.idle.template run<Config>(params, schedule.idle, helper / 2, lane);
     } else if (helper >= 2 && lane == 0) {

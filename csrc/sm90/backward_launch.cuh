@@ -66,6 +66,7 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   BackwardSchedule schedule{};
   schedule.heads = params.nheads_kv;
   schedule.heads_of_kv = 1;
+  schedule.head_blocks = 1;
   schedule.blocks = (params.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
   const int64_t heads = int64_t{params.batch} * params.nheads_kv, tiles = schedule.blocks * heads;
   if (tiles > INT_MAX) refuse_tiles(tiles);
@@ -91,12 +92,21 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   if (schedule.rotated) {
     schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
   }
-  schedule.last_section = schedule.section;
-  if (Config::kHasIdleWarps && !schedule.lone && !schedule.lengths_on_device &&
-      !params.deterministic) {
-    schedule.idle = plan_idle_work(params, plan, head_steps<Config>(params), Config::kBlockM,
-                                   Config::kBlockN, workers);
+  if (Config::kHasIdleWarps && !schedule.lone && !schedule.lengths_on_device) {
+    const int64_t steps = head_steps<Config>(params);
+    if (takes_whole_heads(params, steps, Config::kBlockM, Config::kBlockN, workers,
+                          Config::kHeadDim, Config::kHeadDimV)) {
+      schedule.head_blocks = schedule.blocks;
+      schedule.head_tiles = params.row_tiles / params.batch * (params.nheads / params.nheads_kv);
+      schedule.splits = schedule.section = 1;
+      schedule.whole = schedule.tickets = schedule.tiles;
+      schedule.rotated = false;
+    } else if (!params.deterministic) {
+      schedule.idle =
+          plan_idle_work(params, plan, steps, Config::kBlockM, Config::kBlockN, workers);
+    }
   }
+  schedule.last_section = schedule.section;
   return schedule;
 }
 
@@ -137,7 +147,9 @@ template <typename Config>
 size_t shared_bytes(const BackwardSchedule& schedule) {
   using Storage = typename Config::SharedStorage;
   if constexpr (Config::kHasIdleWarps) {
-    if (schedule.idle.head_steps == 0) return sizeof(Storage) - sizeof(Storage::idle);
+    if (schedule.idle.head_steps == 0 && schedule.head_tiles == 0) {
+      return sizeof(Storage) - sizeof(Storage::idle);
+    }
   }
   return sizeof(Storage);
 }
@@ -167,7 +179,11 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   const BackwardSchedule schedule = make_schedule<Config>(params, workers);
   const size_t bytes = shared_bytes<Config>(schedule);
   const std::array copying{overlapping(), most_cache(sizeof(float) * tiles * Config::kDqSize)};
-  if (!schedule.lone) {
+  if (schedule.head_tiles > 0) {
+    const int64_t heads = schedule.tiles / schedule.head_blocks;
+    wanted.add("dq_accum", params.dq_accum,
+               std::min<int64_t>(heads, workers) * schedule.head_tiles * Config::kDqSize);
+  } else if (!schedule.lone) {
     wanted.add("dq_accum", params.dq_accum, tiles * Config::kDqSize);
     if (params.deterministic) wanted.add("dq_turn", params.dq_turn, tiles * Config::kDqTurns);
   }
@@ -180,7 +196,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
                    (Config::kHeadDim + Config::kHeadDimV));
   }
   const int64_t key_tiles = params.cu_seqlens_k == nullptr
-                                ? schedule.tickets
+                                ? schedule.tickets / schedule.head_blocks
                                 : SequenceTiles::of_keys(params, Config::kBlockN).count() *
                                       params.nheads_kv * schedule.splits;
   if (key_tiles > INT_MAX) refuse_tiles(key_tiles);
@@ -200,7 +216,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     const int clearing = schedule.lengths_on_device ? std::min(row_blocks, kClearing) : 0;
     launch(copying, backward_rows_kernel<Config>, row_blocks, Rows::kThreads, 0, stream,
            "launch of the sm90 rows kernel", bound, of_queries, schedule.lengths_on_device,
-           schedule.lone, clearing, schedule.idle.cleared);
+           schedule.writes_dq(), clearing, schedule.idle.cleared);
     BackwardSchedule placed = schedule;
     if (schedule.rotated) {
       const int room = clusters_at_a_time(reinterpret_cast<const void*>(kKernel),
@@ -212,7 +228,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     using End = EndConfig<Config>;
     const int part_blocks =
         schedule.splits == 1 ? 0 : End::kBlocks * (schedule.tiles - schedule.whole);
-    const int end_blocks = part_blocks + (schedule.lone ? 0 : end_rows);
+    const int end_blocks = part_blocks + (schedule.writes_dq() ? 0 : end_rows);
     if (end_blocks == 0) return;
     launch(copying, backward_end_kernel<Config>, end_blocks, End::kThreads, 0, stream,
            "launch of the sm90 end kernel", bound, schedule, of_queries, part_blocks);

@@ -92,7 +92,8 @@ struct BackwardProducer {
     const int row_tile = step.head * params.row_tiles + first_tile + step.m_block;
     shared.q_pipeline.wait_empty(state);
     if (lane == 0) {
-      const int turn = params.dq_turn == nullptr ? 0 : range.turn(schedule, step.m_block);
+      const int turn =
+          params.dq_turn == nullptr ? range.n_block : range.turn(schedule, step.m_block);
       const PipelineState<Config::kStepSlots> slot{state.count};
       if constexpr (Config::kWritesDq) {
         const Sequence& rows = range.sequence;

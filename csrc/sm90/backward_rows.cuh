@@ -82,14 +82,15 @@ struct RowsConfig {
 // delta = rowsum(dO * O) - dlse. Of each row it writes the statistics that the main kernel loads,
 // (2, rows of a tile): the log-sum-exp in units of log 2, +inf where P is to be 0, then delta. And
 // it clears the first `cleared` row tiles of the workspace of dQ, none if tiles add in order. If
-// all tiles of keys are lone ones, it clears dQ of queries that see none. Packed tiles are all of
-// the workspaces'; empty ones are written as rows that see nothing. Grid: (tiles * kParts * nheads)
-// clearing: the first so many thread blocks clear the rows of no sequence in the results
+// the main kernel writes dQ, it clears none of the workspace, but dQ of queries that see no key.
+// Packed tiles are all of the workspaces'; empty ones are written as rows that see nothing. Grid:
+// (tiles * kParts * nheads) clearing: the first so many thread blocks clear the rows of no sequence
+// in the results
 template <typename Config>
 __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
     backward_rows_kernel(const __grid_constant__ BackwardParams params,
                          const __grid_constant__ SequenceTiles tiles, bool lengths_on_device,
-                         bool lone, int clearing, int cleared) {
+                         bool writes_dq, int clearing, int cleared) {
   using T = typename Config::T;
   using Rows = RowsConfig<Config>;
   constexpr int kLanes = Rows::kLanes, kTimes = Rows::kTimes;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
       if (params.dlse != nullptr) dlse[i] = params.dlse[at];
     }
   }
-  if (!lone && params.dq_turn == nullptr &&
+  if (!writes_dq && params.dq_turn == nullptr &&
       (params.dq_progress == nullptr || tile.number(params) < cleared)) {
     static_assert(kChunks % Rows::kThreads == 0);
 #pragma unroll
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
     statistics[0] = lse[i] == -INFINITY ? INFINITY : lse[i] * kLog2e;
     statistics[Config::kBlockM] = Config::kFull ? delta * params.delta_scale : delta;
   }
-  if (Config::kWritesDq && lone) {
+  if (Config::kWritesDq && writes_dq) {
     const int chunks = sees_keys<Config>(params, tile) ? 0 : params.headdim / 8;
 #pragma unroll 1
     for (int i = threadIdx.x; i < Rows::kRows * chunks; i += Rows::kThreads) {

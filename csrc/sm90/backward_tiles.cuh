@@ -22,11 +22,19 @@ struct BackwardSchedule : TileSchedule {
   bool lone;  // no sequence has more than one tile, which writes its dQ itself
   // Without a mask: each tile of a head begins with other queries, and all of them run at a time.
   bool rotated;
+  // Of whole heads, else 0: row tiles of the heads that share K and V. A thread block takes all
+  // tiles of them, one after the other, and has a workspace of its own for dQ.
+  int head_tiles;
+  int head_blocks;  // these tiles, else 1: so many tickets are drawn at a time
+
+  // The main kernel writes dQ, where some key is seen.
+  bool writes_dq() const { return lone || head_tiles > 0; }
+
   IdleWork idle;
 };
 
 // Tiles are blocks of keys: how many each sequence has, for the scheduler.
-template <int kBlockN>
+template <int kBlockN, bool kMayBeWholeHeads = false>
 struct KeyTiles {
   const BackwardParams& params;
   const BackwardSchedule& schedule;
@@ -38,6 +46,7 @@ struct KeyTiles {
   }
   __device__ bool mixed() const { return false; }
   __device__ bool together() const { return false; }
+  __device__ int run() const { return kMayBeWholeHeads ? schedule.head_blocks : 1; }
   // Where tiles wait for earlier ones, those may not be of a worker that has no SM yet.
   __device__ bool all_drawn() const { return params.dq_turn != nullptr && !schedule.rotated; }
 };
@@ -47,6 +56,12 @@ struct KeyTiles {
 template <typename Scheduler>
 __device__ void next_tile(Scheduler& scheduler, const BackwardSchedule& schedule) {
   schedule.rotated ? scheduler.next_undrawn() : scheduler.next();
+}
+
+// The same, behind a tile of this block. Of whole heads the last keys come first.
+template <typename Scheduler>
+__device__ void next_tile(Scheduler& scheduler, const BackwardSchedule& schedule, int block) {
+  block + 1 < schedule.head_blocks ? scheduler.next_of_run() : next_tile(scheduler, schedule);
 }
 
 // Where a warp is among the steps of a tile: a step is one block of queries for one query head. The
@@ -69,8 +84,8 @@ struct StepIterator {
 // What a step is to the warps that bring its dQ to memory.
 struct alignas(16) Step {
   int row_tile;  // in the workspaces; -1: there are no more steps
-  int turn;      // of the tile, among those that add to dQ of these queries
-  bool last;     // of the tile
+  int turn;  // of the tile, among those that add to dQ of these queries; without turns: its n_block
+  bool last;  // of the tile
 };
 
 // The last steps, told by the producer. It is as many ahead as Q has stages, and those who read are

@@ -4,6 +4,9 @@
 // order, there is one idle warp less, and none of this.
 //
 // Heads that share K and V count as one here: their tiles add to dQ of all of them.
+//
+// Where thread blocks take whole heads, idle warps round dQ of their own thread block's heads, and
+// nobody clears: see add_dq_of_heads.
 #pragma once
 
 #include <cstdint>
@@ -90,6 +93,10 @@ class IdleWarps {
     }
     at_work_ = 0;
     ended_ = false;
+    number_ = handed_ = 0;
+    for (int& number : numbers_) number = -1;
+    for (volatile int& number : rounded_) number = -1;
+    for (uint64_t& barrier : complete_) init_barrier(barrier, 1);
   }
 
   // By an adder, before its first step of a tile: waits until the head's workspace is clear.
@@ -108,6 +115,50 @@ class IdleWarps {
   }
   // By an adder, when there are no more tiles.
   __device__ void end() { ended_ = true; }
+
+  // ---- Whole heads: row tiles of dQ that are complete, numbered through, in a ring. -------------
+
+  // By an adder: waits until this row tile of the head before has been rounded.
+  __device__ void wait_rounded(int row_tile) { wait_for(numbers_[row_tile]); }
+  // By an adder: a row tile that it has added to for the last time.
+  __device__ void prepare(int row_tile, const StepQueries& queries) {
+    wait_for(number_ - kRing);
+    ring_[number_ % kRing] = {row_tile, queries};
+    numbers_[row_tile] = number_++;
+  }
+  // By an adder: what it has prepared is in memory.
+  __device__ void hand_over() {
+    if (handed_ == number_) return;
+    arrive(complete_[handed_ % kRing]);
+    ++handed_;
+  }
+  // By an adder, when there are no more tiles.
+  __device__ void end_heads() {
+    for (int i = 0; i < kIdleWarps; ++i) {
+      wait_for(number_ - kRing);
+      ring_[number_++ % kRing].row_tile = -1;
+      hand_over();
+    }
+  }
+
+  // By idle warp `index`: rounds every other row tile. accum: as add_dq_of_heads has it
+  template <typename Config>
+  __device__ void round_heads(const BackwardParams& params, const float* accum, int index,
+                              int lane) {
+    using T = typename Config::T;
+#pragma unroll 1
+    for (int number = index;; number += kIdleWarps) {
+      wait(complete_[number % kRing], number / kRing % 2);
+      const Complete& tile = ring_[number % kRing];
+      if (tile.row_tile < 0) return;
+      const StepQueries& queries = tile.queries;
+      round<T, Config::kBlockM>(
+          rows_of<T>(params.dq, queries.batch, queries.first_row + lane / 4, queries.head),
+          params.dq.row_stride, accum + tile.row_tile * Config::kDqSize, params.gradient_scale,
+          queries.rows - lane / 4, params.headdim, warps_[index], lane);
+      if (lane == 0) rounded_[index] = number;
+    }
+  }
 
   // By idle warp `index`, until the end.
   template <typename Config>
@@ -212,9 +263,29 @@ class IdleWarps {
     }
   }
 
+  // Waits until the row tile with this number has been rounded.
+  __device__ void wait_for(int number) {
+    while (number >= 0 && rounded_[number % kIdleWarps] < number) {
+    }
+  }
+
+  struct Complete {
+    int row_tile;  // of the workspace; -1: there are no more
+    StepQueries queries;
+  };
+  static constexpr int kRing = 4;
+
   Warp warps_[kIdleWarps];
   volatile int at_work_;  // the first row tile of the head at work
   volatile bool ended_;
+
+  Complete ring_[kRing];
+  uint64_t complete_[kRing];
+  volatile int rounded_[kIdleWarps];  // the last number that each warp has rounded
+  // Of the adder alone: how many it has prepared and handed over, and the last number of each row
+  // tile of the workspace.
+  int number_, handed_;
+  int numbers_[kMostHeadTiles];
 };
 
 }  // namespace flash::sm90

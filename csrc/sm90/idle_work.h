@@ -3,6 +3,8 @@
 
 namespace flash::sm90 {
 
+constexpr int kMostHeadTiles = 64;  // row tiles of a whole head, see BackwardSchedule
+
 // Row tiles of the workspace of dQ are counted in the order of batch entries, heads and rows.
 struct IdleWork {
   int head_steps;  // that add to dQ of the heads that share K and V; 0: idle warps do nothing

@@ -29,6 +29,7 @@ constexpr int kTileSlots = 4;  // of tiles that are under way
 //   bool mixed() const                  those of one block have a counter of their own, if packed
 //   bool together() const               they are at most 32, and take turns, if packed
 //   bool all_drawn() const              all tickets are drawn: each worker begins with begin()
+//   int run() const                     so many tickets, neighbours, are drawn at a time
 template <typename Blocks>
 class TileScheduler {
  public:
@@ -41,7 +42,7 @@ class TileScheduler {
         blocks_(blocks),
         workers_(workers),
         lane_(lane),
-        ticket_(worker) {
+        ticket_(last_of_run(worker)) {
     if (!blocks_.mixed()) return;
     singles_ = worker >= workers / 2;
     if (singles_) ticket_ -= workers / 2;
@@ -62,6 +63,9 @@ class TileScheduler {
   // tile, which a worker begins when this one has ended, is then at least so many tickets away.
   __device__ void next_undrawn() { ticket_ += workers_; }
 
+  // Instead of next(): the next ticket of a run, whose last comes first.
+  __device__ void next_of_run() { --ticket_; }
+
   // Instead of next(): no tile is left.
   __device__ void finish() { ticket_ = INT_MAX; }
 
@@ -73,7 +77,7 @@ class TileScheduler {
                                              : packed_tile();
       if (tile.batch >= 0) return tile;
       // Of each counter every worker holds one ticket without a tile, in the end.
-      if (ticket_ - workers_ == tiles_ - 1 && lane_ == 0) counters_[singles_] = 0;
+      if (ticket_ == last_of_run(workers_ - 1) + tiles_ && lane_ == 0) counters_[singles_] = 0;
       if (!blocks_.mixed() || helps_) return tile;
       helps_ = true;
       singles_ = !singles_;
@@ -86,8 +90,10 @@ class TileScheduler {
   __device__ void draw() {
     int drawn = 0;
     if (lane_ == 0) drawn = ::atomicAdd(counters_ + singles_, 1);
-    ticket_ = beginners() + __shfl_sync(0xffffffff, drawn, 0);
+    ticket_ = last_of_run(beginners() + __shfl_sync(0xffffffff, drawn, 0));
   }
+
+  __device__ int last_of_run(int number) const { return (number + 1) * blocks_.run() - 1; }
 
   // Workers whose first ticket was not drawn from the counter.
   __device__ int beginners() const {
@@ -192,6 +198,8 @@ struct TilePipeline : Pipeline<kTileSlots> {
     arrive_of_warp(this->full[state.stage()], lane);
     state.advance();
   }
+  // The last one, to the warp that has sent it.
+  __device__ const Sent& sent(State state) const { return slots[(state.count - 1) % kTileSlots]; }
   // What `look` returns is there until it is released.
   __device__ const Sent& look(State state) {
     this->wait_full(state);
