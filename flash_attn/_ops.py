@@ -74,15 +74,8 @@ def _dense_problem(
         ``return_softmax`` and ``dropout_p > 0``
     rng_state : (2,) int64, seed and offset of the dropout mask; of no meaning without dropout
     """
-    options = _arguments.options(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        deterministic,
-    )
+    numbers = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    options = _arguments.options(*numbers, deterministic)
     descales = (q_descale, k_descale, v_descale)
     return _arguments.dense(q, k, v, options, alibi_slopes, s_aux, descales, fp8_level)
 
@@ -123,31 +116,13 @@ def _varlen_problem(
     """
     if _numbers.integer("num_splits", num_splits) > 1:
         raise RuntimeError(f"num_splits > 1 is not supported, got {num_splits}")
-    options = _arguments.options(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        deterministic,
-    )
+    numbers = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    options = _arguments.options(*numbers, deterministic)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    descales = (q_descale, k_descale, v_descale)
+    keys = {"block_table": block_table, "leftpad_k": leftpad_k, "seqused_k": seqused_k}
     return _arguments.varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        options,
-        alibi_slopes,
-        s_aux,
-        (q_descale, k_descale, v_descale),
-        fp8_level,
-        block_table=block_table,
-        leftpad_k=leftpad_k,
-        seqused_k=seqused_k,
+        q, k, v, *lengths, options, alibi_slopes, s_aux, descales, fp8_level, **keys
     )
 
 
@@ -197,15 +172,8 @@ def _dense_backward(
         rowsum(dout * out), less ``dlse`` (the gradient that arrives through the log-sum-exp) if
         given.
     """
-    options = _arguments.options(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        deterministic,
-    )
+    numbers = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    options = _arguments.options(*numbers, deterministic)
     problem = _arguments.dense(q, k, v, options, alibi_slopes)
     return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse, remember)
 
@@ -241,27 +209,11 @@ def _varlen_backward(
     remember: Remember | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same over packed sequences; rows outside every sequence get zero."""
-    options = _arguments.options(
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        deterministic,
-    )
+    numbers = dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    options = _arguments.options(*numbers, deterministic)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     problem = _arguments.varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        options,
-        alibi_slopes,
-        leftpad_k=leftpad_k,
-        seqused_k=seqused_k,
+        q, k, v, *lengths, options, alibi_slopes, leftpad_k=leftpad_k, seqused_k=seqused_k
     )
     return _run_backward(problem, dout, out, softmax_lse, (dq, dk, dv), rng_state, dlse, remember)
 
