@@ -281,8 +281,7 @@ def dense(
         q_descale=q_descale,
         fp8_level=fp8_level,
     )
-    if problem.is_fp8 or not (q_descale is k_descale is v_descale is None):
-        _check_fp8(problem)
+    _check_fp8(problem)
     return problem
 
 
@@ -339,8 +338,7 @@ def varlen(
         q_descale=q_descale,
         fp8_level=fp8_level,
     )
-    if problem.is_fp8 or not (q_descale is k_descale is v_descale is None):
-        _check_fp8(problem)
+    _check_fp8(problem)
     if q.is_cpu:
         _check_values_of_varlen(problem)
     return problem
@@ -441,8 +439,7 @@ def with_kvcache(
         v_descale=v_descale,
         q_descale=q_descale,
     )
-    if problem.is_fp8 or not (q_descale is k_descale is v_descale is None):
-        _check_fp8(problem, names)
+    _check_fp8(problem, names)
     if q.is_cpu:
         _check_values_of_cache(problem, seqlen_new)
     return problem, append
@@ -610,6 +607,8 @@ def _check_quantised(q: Tensor, k_cache: Tensor, v_cache: Any, rank: int) -> Non
 
 def _check_fp8(a: Attention, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
     """Check descales, and what products of 8-bit operands do not have."""
+    if not a.is_fp8 and a.q_descale is a.k_descale is a.v_descale is None:
+        return
     descales = (a.q_descale, a.k_descale, a.v_descale)
     for letter, name, x, descale in zip("qkv", names, (a.q, a.k, a.v), descales, strict=True):
         _check_descale(f"{letter}_descale", descale, a, x, name)
@@ -694,7 +693,7 @@ def _check_sizes(
 def _check_index(
     name: str, value: Any, q: Tensor, shape: tuple[int, ...] | None = None, meaning: str = ""
 ) -> None:
-    """``value`` must be a contiguous int32 tensor on the device of q, 1-D or of the given shape."""
+    """``value`` must be an int32 tensor on the device of q, 1-D or of the given shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.int32 tensor, got {type(value).__name__}")
     check_strided(name, value)
