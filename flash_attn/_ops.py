@@ -620,10 +620,10 @@ def is_seen(args: Sequence[Any]) -> bool:
 def wants_gradient(args: Sequence[Any], tensors: Sequence[int] | None = None) -> bool:
     """Whether autograd follows some of the arguments, or of those at ``tensors``."""
     if torch.is_grad_enabled():
-        # Faster than any() and isinstance, on every call's path.
+        # Faster than any(), and None is slow to ask for its type: on every call's path.
         for i in range(len(args)) if tensors is None else tensors:
             x = args[i]
-            if isinstance(x, Tensor) and x.requires_grad:
+            if x is not None and isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
 
