@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn.ops.activations import gelu_fwd, sqrelu_fwd
+
 __all__ = ["FusedMLP", "GatedMlp", "Mlp"]
 
 Activation = Callable[[Tensor], Tensor]
@@ -117,18 +119,10 @@ class GatedMlp(nn.Module):
         return (y, x) if self.return_residual else y
 
 
-def _gelu_approx(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _sqrelu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 _ACTIVATIONS: dict[str, Activation] = {
-    "gelu_approx": _gelu_approx,
+    "gelu_approx": gelu_fwd,
     "relu": F.relu,
-    "sqrelu": _sqrelu,
+    "sqrelu": sqrelu_fwd,
 }
 
 
