@@ -76,8 +76,8 @@ def apply_rotary(
             check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
             if _backends.rotates(x, cos, sin):
                 if not inplace:
-                    return _turned(x, *rest, conjugate)
-                return in_place(x, (), lambda x: _overwrite(x, _turned(x, *rest, conjugate)))
+                    return _Turn.apply(x, *rest, conjugate)
+                return in_place(x, (), lambda x: x.copy_(_Turn.apply(x, *rest, conjugate)))
     seqlen_offsets = check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if cu_seqlens is not None:
         cos, sin = _gather_packed(x.shape[0], cos, sin, seqlen_offsets, cu_seqlens)
@@ -155,16 +155,7 @@ class _Turn(torch.autograd.Function):
         return dx, *[None] * len(ctx.numbers)
 
 
-def _turned(x: Tensor, *rest: Any) -> Tensor:
-    turned: Tensor = _Turn.apply(x, *rest)
-    return turned
-
-
-def _overwrite(x: Tensor, value: Tensor) -> None:
-    x.copy_(value)
-
-
-def in_place(x: Tensor, tables: tuple[Tensor, ...], write: Callable[[Tensor], None]) -> Tensor:
+def in_place(x: Tensor, tables: tuple[Tensor, ...], write: Callable[[Tensor], Any]) -> Tensor:
     """Let ``write`` change ``x``, and return the tensor that carries the gradient of the change.
 
     That is ``x`` itself where PyTorch lets autograd follow a write to it. It refuses leaves that
