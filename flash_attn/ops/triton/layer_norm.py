@@ -4,8 +4,6 @@ Sums and statistics of 16-bit tensors are float32. Between forward and backward 
 the dropout masks are kept, and ``x`` itself if a ``layerscale`` needs its gradient.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
