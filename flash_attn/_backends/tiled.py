@@ -394,17 +394,22 @@ def _goes_by_sequence(a: Attention) -> bool:
     """
     if a.q.device.type != "cpu" or a.drops or a.is_quantised or a.is_fp8:
         return False
-    queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
-    if queries.whole and keys.whole:
-        return cpu.covers(a) and not cpu.takes_whole(a)
-    lengths = torch.cat([queries.length, keys.length])
+    if _is_contiguous(a) and a.seqused_k is None:
+        return not cpu.takes_whole(a) and cpu.covers(a)
+    lengths = torch.cat([_Sequences.of_queries(a).length, _Sequences.of_keys(a).length])
     return cpu.covers(a) or bool((lengths > BLOCK).any())
+
+
+def _is_contiguous(a: Attention) -> bool:
+    """Whether the keys of sequence b, whose number the host may not know, begin where k[b] does."""
+    lie_elsewhere = a.cu_seqlens_k, a.leftpad_k, a.block_table, a.cache_batch_idx
+    return all(x is None for x in lie_elsewhere)
 
 
 def _without_slack(a: Attention) -> Attention:
     """A cache of which all sequences use as many rows, without the others: a dense problem."""
     used = a.seqused_k
-    if used is None or used.device.type != "cpu" or not _Sequences.of_keys(a).contiguous:
+    if used is None or used.device.type != "cpu" or not _is_contiguous(a):
         return a
     lengths = set(used.tolist())
     if len(lengths) != 1:
@@ -465,18 +470,9 @@ class _Sequences:
             slot = torch.arange(a.batch, device=a.q.device)
         else:
             slot = a.cache_batch_idx.long()
-        length = torch.full_like(slot, capacity if slots > 0 else 0)
-        whole = a.cache_batch_idx is None
         max_length = capacity if slots > 0 else 0
-        return cls(
-            slots * capacity,
-            max_length,
-            length,
-            slot * capacity,
-            capacity,
-            contiguous=whole,
-            whole=whole,
-        )
+        length = torch.full_like(slot, max_length)
+        return cls(slots * capacity, max_length, length, slot * capacity, capacity)
 
     @classmethod
     def of_keys(cls, a: Attention) -> "_Sequences":
@@ -497,7 +493,7 @@ class _Sequences:
             leftpad = torch.minimum(a.leftpad_k.long().clamp(min=0), storage.length)
             first, length = first + leftpad, length - leftpad
         length = length.clamp(min=0, max=a.max_seqlen_k)
-        contiguous = storage.contiguous and a.leftpad_k is None
+        contiguous = _is_contiguous(a)
         longest = min(storage.max_length, a.max_seqlen_k)
         if a.batch > 0 and is_readable(length):  # a cache may have room for many more
             longest = min(longest, int(length.max()))
