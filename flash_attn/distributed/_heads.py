@@ -125,7 +125,7 @@ class HeadsAttention(torch.autograd.Function):
         arriving = _start_to_heads(row, division.parts, [q], [k, v])
         side = _side_stream(q.device) if len(arriving) > 1 else None
         if side is not None:
-            side.wait_stream(torch.cuda.current_stream())
+            side.wait_stream(torch.cuda.current_stream(q.device))
         saved: list[Tensor] = []
         with _all_waited_for(arriving):
             for (part, exchange, qkv), stream in zip(arriving, (None, side), strict=False):
@@ -137,7 +137,7 @@ class HeadsAttention(torch.autograd.Function):
                     results = _ring.forward(of_part, *_with_own_keys(division, part, *qkv), sinks)
                 saved += [*qkv, *results]
         if side is not None:
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream(q.device).wait_stream(side)
         leaving = _Exchange(row)
         for part, (*_, part_out, part_lse) in zip(division.parts, _in_fives(saved), strict=True):
             leaving.to_tokens(part_out, part.heads, out)

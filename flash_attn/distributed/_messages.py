@@ -19,7 +19,8 @@ _HEAD_START = 20_000
 def give_way(device: torch.device) -> None:
     """Let messages begin that are ready as well: an attention that follows would fill the GPU."""
     if device.type == "cuda":
-        torch.cuda._sleep(_HEAD_START)
+        with torch.cuda.device(device):
+            torch.cuda._sleep(_HEAD_START)
 
 
 class Messages:
