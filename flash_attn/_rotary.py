@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._autograd import CreationMeta, _get_creation_meta
 
 from flash_attn import _backends, _ops
-from flash_attn._arguments import check_longest, is_readable, lengths_of
+from flash_attn._arguments import _kind, check_longest, is_readable, lengths_of
 from flash_attn._backends import Remember, cuda
 from flash_attn._backends.rotation import rotate
 from flash_attn._numbers import integer
@@ -275,8 +275,7 @@ def check_arguments(
     """Return ``seqlen_offsets`` as an int or a (batch,) tensor."""
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating-point tensor, got {given}")
+            raise TypeError(f"{name} must be a floating-point tensor, got {_kind(tensor)}")
         if tensor.device != x.device:
             raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     layout = (
@@ -352,10 +351,10 @@ def int_if_known(name: str, value: Any) -> int | Tensor:
 
 
 def _check_indices(
-    name: str, tensor: Tensor, x: Tensor, expected: str, length: int | None = None
+    name: str, tensor: Any, x: Tensor, expected: str, length: int | None = None
 ) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must have dtype torch.int32 or torch.int64, got {tensor.dtype}")
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be a torch.int32 or torch.int64 tensor, got {_kind(tensor)}")
     if tensor.device != x.device:
         raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     wrong_length = tensor.numel() == 0 if length is None else tensor.numel() != length

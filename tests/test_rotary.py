@@ -675,7 +675,7 @@ def packed_with(cu_seqlens=CU_SEQLENS, max_seqlen=3, seqlen_offsets=0) -> Tensor
         (
             lambda: apply_rotary_emb(X.long(), COS, SIN),
             TypeError,
-            r"x must be a floating-point tensor, got torch.int64",
+            r"x must be a floating-point tensor, got a torch.int64 tensor",
         ),
         (
             lambda: apply_rotary_emb(X, None, SIN),
@@ -750,7 +750,12 @@ def packed_with(cu_seqlens=CU_SEQLENS, max_seqlen=3, seqlen_offsets=0) -> Tensor
         (
             lambda: apply_rotary_emb(X, COS, SIN, seqlen_offsets=torch.zeros(2)),
             TypeError,
-            r"seqlen_offsets must have dtype torch.int32 or torch.int64, got torch.float32",
+            r"seqlen_offsets must be a torch.int32 or torch.int64 tensor, got a torch.float32",
+        ),
+        (
+            lambda: apply_rotary_emb(X[0], COS, SIN, cu_seqlens=[0, 3, 5], max_seqlen=3),
+            TypeError,
+            r"cu_seqlens must be a torch.int32 or torch.int64 tensor, got list",
         ),
         (
             lambda: apply_rotary_emb(X[0], COS, SIN, cu_seqlens=CU_SEQLENS),
