@@ -404,11 +404,7 @@ def forward(
     widening = None
     if _widens_keys(problem, backend):
         problem, widening = _with_wide_keys(problem, backend)
-    q, s_aux = problem.q, problem.s_aux
-    tensors = _tensors(problem, rng_state)
-    tensors["s_aux"] = None if s_aux is None else s_aux.float().contiguous()
-    tensors["block_table"] = _contiguous(problem.block_table)
-    tensors |= {f"{x}_descale": getattr(problem, f"{x}_descale") for x in "qkv"}
+    q, tensors = problem.q, _tensors(problem, rng_state)
     if problem.block_table is not None and problem.cu_seqlens_k is not None:
         tensors |= {"cu_seqlens_k": None, "lengths_k": tensors["cu_seqlens_k"]}
     results = {}
@@ -558,9 +554,7 @@ def _forward_in_fp8(
     headdims = problem.headdim, a.headdim_v
     attention = _smallest_kernel(backend, "quantised", dtypes, headdims, a.features)
     assert isinstance(attention, int)  # unsupported() has been asked
-    s_aux = None if a.s_aux is None else a.s_aux.float().contiguous()
-    descales = {f"{x}_descale": getattr(a, f"{x}_descale") for x in "qkv"}
-    tensors = _tensors(a, None) | {"s_aux": s_aux} | descales | operands
+    tensors = _tensors(a, None) | operands
     if out is None:
         out = a.q.new_empty(a.out_shape, dtype=problem.out_dtype)
     lse = a.q.new_empty(a.lse_shape, dtype=torch.float32)
@@ -860,7 +854,8 @@ def _is_empty(problem: Attention) -> bool:
 
 
 def _tensors(problem: Attention, rng_state: Tensor | None) -> dict[str, Tensor | None]:
-    """The arguments that forward and backward share, as the kernels want them."""
+    """The arguments of a problem that are tensors, as the kernels want them."""
+    s_aux = problem.s_aux
     return {
         "q": problem.q,
         "k": problem.k,
@@ -869,8 +864,11 @@ def _tensors(problem: Attention, rng_state: Tensor | None) -> dict[str, Tensor |
         "cu_seqlens_k": _contiguous(problem.cu_seqlens_k),
         "seqused_k": _contiguous(problem.seqused_k),
         "leftpad_k": _contiguous(problem.leftpad_k),
+        "block_table": _contiguous(problem.block_table),
         "cache_batch_idx": _contiguous(problem.cache_batch_idx),
         "alibi_slopes": _contiguous(problem.alibi_slopes),
+        "s_aux": None if s_aux is None else s_aux.float().contiguous(),
+        **{f"{x}_descale": getattr(problem, f"{x}_descale") for x in "qkv"},
         "rng_state": rng_state if problem.drops else None,
     }
 
