@@ -109,7 +109,7 @@ def shared_memory(kilobytes: int) -> AbstractContextManager[None]:
     if kilobytes == 0:
         return nullcontext()
     most = torch.cuda.get_device_properties("cuda").shared_memory_per_block_optin
-    return cuda.shared_memory_limit(min(kilobytes * 1024, most))
+    return cuda.changed_setting("shared_memory", min(kilobytes * 1024, most))
 
 
 # ---- every kernel --------------------------------------------------------------------------------

@@ -350,9 +350,9 @@ def test_known_launches(kind, monkeypatch):
         assert chosen[-1] == "tiled"
     call()
     assert len(launches) == 1
-    with cuda.shared_memory_limit(100 * 1024):
+    with cuda.changed_setting("shared_memory", 100 * 1024):
         call()
     assert len(chosen) > first + 1 and len(launches) == 2
-    with cuda.shared_memory_limit(200 * 1024):
+    with cuda.changed_setting("shared_memory", 200 * 1024):
         call()
     assert len(launches) == 1

@@ -111,7 +111,7 @@ def test_tiles_that_do_not_fit(device, kilobytes, headdim, fitting):
     with shared_memory(kilobytes):
         assert check_each_tile(problem, (headdim, headdim)) == fitting
         check(problem, backward=False)
-    with cuda.shared_memory_limit(1024):
+    with cuda.changed_setting("shared_memory", 1024):
         with pytest.raises(ValueError, match=f"^shared_memory: got 1024 .* {headdim} and"):
             call(problem)
         assert check_each_tile(problem, (headdim, headdim)) == []

@@ -133,11 +133,6 @@ def forced_backend() -> str | None:
     return _settings["backend"]
 
 
-def shared_memory_limit(size: int) -> Any:
-    """Run the tiles of a GPU with ``size`` bytes of shared memory a thread block; process-wide."""
-    return changed_setting("shared_memory", size)
-
-
 # ---- which kernel --------------------------------------------------------------------------------
 
 
