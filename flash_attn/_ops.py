@@ -396,7 +396,7 @@ def complete(
 
 # torch.compiler.disable imports the compiler, which takes as long as all of torch. PyTorch's own
 # code has this one, which does so when the function is called.
-_not_compiled: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+not_compiled: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -535,7 +535,7 @@ def _operator(
                     written[i] = destination.copy_(written[i])
         return written
 
-    @_not_compiled  # torch.compile would go on with the functions that this calls
+    @not_compiled  # torch.compile would go on with the functions that this calls
     def transformed(args: list[Any], operands: list[Any]) -> Any:
         """A call under torch.func's transforms, or that forward mode runs through."""
         if mutates:

@@ -181,7 +181,9 @@ def in_place(x: Tensor, tables: tuple[Tensor, ...], write: Callable[[Tensor], An
     """
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tables))
     compiling = torch.compiler.is_compiling()
-    if not tracked or not (_refusal(x).numel() if compiling else _refuses_writes(x)):
+    if compiling:
+        from flash_attn import _in_graph  # which imports the compiler
+    if not tracked or not (_in_graph.refusal(x).numel() if compiling else refuses_writes(x)):
         write(x)
         return x
     if not compiling:
@@ -191,7 +193,7 @@ def in_place(x: Tensor, tables: tuple[Tensor, ...], write: Callable[[Tensor], An
     # A compiled graph loses the gradient of an output that aliases its input: two tensors here.
     out = x.clone()
     write(out)
-    return stored(x, out)
+    return _in_graph.stored(x, out)
 
 
 class _Alias(torch.autograd.Function):
@@ -217,7 +219,7 @@ class _Alias(torch.autograd.Function):
         return tangent
 
 
-def _refuses_writes(x: Tensor) -> bool:
+def refuses_writes(x: Tensor) -> bool:
     """Whether PyTorch raises an error if autograd is to follow a write to ``x``."""
     memory = x if x._base is None else x._base
     return (memory.is_leaf and memory.requires_grad) or _origin(x) != CreationMeta.DEFAULT
@@ -226,23 +228,6 @@ def _refuses_writes(x: Tensor) -> bool:
 def _origin(x: Tensor) -> CreationMeta:
     """What PyTorch notes of a view when it is made: MULTI_OUTPUT_NODE for split and the like."""
     return CreationMeta.DEFAULT if x._base is None else _get_creation_meta(x)
-
-
-@torch.compiler.allow_in_graph
-def _refusal(x: Tensor) -> Tensor:
-    """:func:`_refuses_writes` as a size: of what it does not trace, Dynamo takes only tensors."""
-    return x.new_empty(int(_refuses_writes(x)))
-
-
-@torch.compiler.allow_in_graph
-def stored(x: Tensor, value: Tensor) -> Tensor:
-    """Copy ``value`` to ``x`` behind autograd's back.
-
-    Traced, ``x.data`` would become ``x.detach()`` in older releases, which moves the version.
-    """
-    with torch.no_grad():
-        x.data.copy_(value)
-    return value
 
 
 def _gather_packed(

@@ -17,6 +17,7 @@ from flash_attn._arguments import Options, Place, dropout_threshold
 from flash_attn._backends.cuda import forced_backend
 from flash_attn._backends.philox import draw_rng_state
 from flash_attn._numbers import integer
+from flash_attn._ops import not_compiled
 from flash_attn.distributed import _agreement
 from flash_attn.distributed._heads import Division, HeadsAttention, Row
 from flash_attn.distributed._layout import Grid, Group, Layout, Order, grid_of, host_values
@@ -161,7 +162,7 @@ class _Kind:
     division: Division | None
 
 
-@torch.compiler.disable
+@not_compiled
 def _attention(
     grid: Grid,
     tensors: Sequence[Any],

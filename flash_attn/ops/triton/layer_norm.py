@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from flash_attn._differentiation import differentiable_once, returned
 from flash_attn._numbers import real
-from flash_attn._rotary import stored
 from flash_attn._rowwise import Sums, accumulation_dtype, as_rows, check_like, rowwise
 
 Options = tuple[float, bool, bool, float]  # eps, RMS or layer, zero-centred weights, 1 - dropout_p
@@ -121,6 +120,8 @@ def layer_norm_fn(
     options = real("eps", eps), is_rms_norm, zero_centered_weight, 1.0 - dropout_p
     y, y1, total = _NormalizedSum.apply(*terms, *affine, given, (y_dtype, sum_dtype), options)
     if compiling:
+        from flash_attn._in_graph import stored  # which imports the compiler
+
         y = y if out is None else stored(out, y)
         total = total if residual_out is None else stored(residual_out, total)
     results = [y]
