@@ -11,7 +11,7 @@ from torch._C._autograd import CreationMeta, _get_creation_meta
 from flash_attn import _backends, _ops
 from flash_attn._arguments import _kind, check_longest, is_readable, lengths_of
 from flash_attn._backends import Remember, cuda
-from flash_attn._backends.rotation import rotate
+from flash_attn._backends.rotary import rotate
 from flash_attn._numbers import integer
 
 

@@ -32,7 +32,7 @@ from flash_attn._arguments import (
 from flash_attn._backends import cpu
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn._backends.quantisation import first_scale_blocks, quantised, to_fp8
-from flash_attn._backends.rotation import rotate
+from flash_attn._backends.rotary import rotate
 
 BLOCK = 128  # rows and columns of a tile are multiples of this
 MAX_SCORES = 2**22  # of one tile on a GPU, over all batches and heads: enough work for each launch

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from flash_attn._backends.rotation import rotate
+from flash_attn._backends.rotary import rotate
 from flash_attn._numbers import integer
 from flash_attn._rotary import apply_rotary, check_arguments, in_place, int_if_known
 
