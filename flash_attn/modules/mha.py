@@ -314,7 +314,7 @@ class MHA(nn.Module):
     dwconv : bool
         Convolve Q, K and V along the sequence, each channel with 3 taps of its own, causally.
     rotary_emb_dim : int
-        Channels of a head to rotate by position; 0 for none. The arguments after it are those of
+        Channels of a head to rotate by position; 0 for none. The next three arguments are those of
         :class:`flash_attn.layers.rotary.RotaryEmbedding`.
     fused_bias_fc : bool
         Accepted for compatibility: ``torch.nn.Linear`` adds its bias in the matrix product.

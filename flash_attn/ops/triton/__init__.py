@@ -1,1 +1,1 @@
-"""Operations that upstream writes in Triton; plain PyTorch here."""
+"""Operations that upstream writes in Triton."""

@@ -1,8 +1,4 @@
-"""The import path of upstream's Triton rotary kernel.
-
-No Triton is needed: :func:`apply_rotary` is the PyTorch implementation of ``flash_attn._rotary``,
-with the same signature.
-"""
+"""The import path of upstream's Triton rotary kernel, whose signature this one has."""
 
 from flash_attn._rotary import apply_rotary
 
