@@ -92,6 +92,27 @@ def test_public_signature(name):
         assert extension.kind is extension.KEYWORD_ONLY and extension.name in EXTENSIONS
 
 
+@pytest.mark.parametrize("name", [name for name in PUBLIC if "packed" in name])
+def test_packed_functions_pass_on_all_they_are_given(name, monkeypatch):
+    whole = "flash_attn_varlen_func" if "varlen" in name else "flash_attn_func"
+    signature, passed = inspect.signature(getattr(flash_attn, whole)), {}
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        passed.update(signature.bind(*args, **kwargs).arguments)
+
+    monkeypatch.setattr(flash_attn_interface, whole, record)
+    function = getattr(flash_attn, name)
+    given = {parameter: object() for parameter in inspect.signature(function).parameters}
+    packed = "qkv" if "qkv" in given else "kv"
+    given[packed] = torch.rand(*[5] * (1 if "varlen" in name else 2), len(packed), 2, 8)
+    function(**given)
+    assert set(signature.parameters) - set(passed) <= {"block_table"}
+    for letter, x in zip(packed, given.pop(packed).unbind(-3), strict=True):
+        assert torch.equal(passed.pop(letter), x)
+    for parameter, value in passed.items():
+        assert value is given.get(parameter, given.get(parameter[:-2]))  # cu_seqlens of both
+
+
 @pytest.mark.parametrize("name", PRIVATE)
 def test_private_signature(name):
     function = getattr(flash_attn_interface, name)
@@ -181,13 +202,15 @@ def test_raw_kvcache_function_agrees_with_the_public_one(device, module):
         causal=True,
         return_softmax_lse=True,
     )
+    given = torch.empty_like(problem.q)
     out, lse = module.fwd_kvcache(
         problem.q,
         *caches[1],
         new.k,
         new.v,
         lengths,
-        *[None] * 7,
+        *[None] * 6,
+        given,
         problem.scale,
         True,
         -1,
@@ -196,7 +219,8 @@ def test_raw_kvcache_function_agrees_with_the_public_one(device, module):
         True,
         0,
     )
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert torch.equal(given, expected) and out.data_ptr() == given.data_ptr()
+    assert torch.equal(lse, expected_lse)
     assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])
 
 
@@ -353,6 +377,14 @@ def test_private_functions_can_be_pickled(name):
 def test_block_size_of_probabilities():
     block = flash_attn_interface._get_block_size_n(torch.device("cpu"), 64, True, False)
     assert isinstance(block, int) and 128 % block == 0
+
+
+def test_helpers_of_clients():
+    x = torch.rand(3, 4)
+    assert [flash_attn_interface.round_multiple(n, 32) for n in (0, 32, 33)] == [0, 32, 64]
+    assert flash_attn_interface.maybe_contiguous(x) is x
+    assert flash_attn_interface.maybe_contiguous(x.mT).is_contiguous()
+    assert flash_attn_interface.maybe_contiguous(None) is None
 
 
 def test_client_imports():

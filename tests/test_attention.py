@@ -226,6 +226,9 @@ def test_probabilities(device, layout, dtype):
     problem = with_dropout_mask(problem)
     torch.manual_seed(DROPOUT_SEED)
     signed = call(problem, return_attn_probs=True)[2]
+    torch.manual_seed(DROPOUT_SEED)
+    tracked = replace(problem, q=problem.q.clone().requires_grad_())
+    assert torch.equal(call(tracked, return_attn_probs=True)[2], signed)
     if problem.cu_seqlens_q is None:
         assert signed.shape == (2, 2, 128, 128)
     else:

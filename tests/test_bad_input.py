@@ -55,7 +55,7 @@ def nested(layout: torch.layout) -> torch.Tensor:
 COS = torch.ones(20, 4)
 ROTARY = {"rotary_cos": COS, "rotary_sin": COS}
 PAGES, BOUNDS = randn(5, 4, 2, 8), cu_seqlens([3, 7])
-NO_KEYS = randn(2, 0, 2, 8)
+NO_KEYS, NO_COLUMNS = randn(2, 0, 2, 8), randn(2, 6, 2, 0)
 PAGED = {"k_cache": randn(5, 4, 2, 8), "v_cache": randn(5, 4, 2, 8)}
 
 # What a call gets instead of its good arguments, the exception, and words of its message: first the
@@ -88,6 +88,8 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"k": randn(2, 6, 3, 8), "v": randn(2, 6, 3, 8)}, ValueError, ["k", "3", "4"]),
         ({"k": randn(2, 6, 0, 8), "v": randn(2, 6, 0, 8)}, ValueError, ["k", "0", "4"]),
         ({"q": randn(2, 5, 0, 8)}, ValueError, ["k", "that of q, 0", "got 2"]),
+        ({"q": randn(2, 5, 4, 0), "k": NO_COLUMNS}, ValueError, ["q", "of at least 1", "got 0"]),
+        ({"v": NO_COLUMNS}, ValueError, ["v", "of at least 1", "got 0"]),
         # Layouts without strides
         ({"q": randn(2, 5, 4, 8).to_sparse()}, TypeError, ["q", "torch.strided", "torch.sparse"]),
         ({"k": randn(2, 6, 2, 8).to_mkldnn()}, TypeError, ["k", "torch.strided", "mkldnn"]),
@@ -255,9 +257,15 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
             ValueError,
             ["k_cache", "7", "3", "8"],
         ),
+        (
+            {"block_table": int32([[0], [1]]), "k_cache": NO_KEYS, "v_cache": NO_KEYS},
+            ValueError,
+            ["k", "pages of at least 1 row", "(2, 0, 2, 8)"],
+        ),
         # Rotary
         ({"rotary_cos": COS}, ValueError, ["rotary_sin", "None"]),
         ({"rotary_sin": COS}, ValueError, ["rotary_cos", "None"]),
+        ({"k": None, "v": None} | ROTARY, ValueError, ["k", "rotary_cos", "None"]),
         (
             {"rotary_cos": COS, "rotary_sin": COS, "cache_seqlens": None},
             ValueError,
@@ -357,6 +365,11 @@ def test_bad_packing(name, packed):
         getattr(flash_attn, name)(packed)
 
 
+def test_no_tensor_is_packed():
+    with pytest.raises(TypeError, match="^qkv must be a torch.Tensor, got list"):
+        flash_attn.flash_attn_qkvpacked_func([1.0])
+
+
 def test_bad_kv_packing():
     with pytest.raises(ValueError, match=r"^kv .*got shape \(2, 5, 3, 4, 8\)"):
         flash_attn.flash_attn_kvpacked_func(randn(2, 5, 4, 8), randn(2, 5, 3, 4, 8))
@@ -369,6 +382,14 @@ def test_pages_that_no_row_lies_in_are_not_looked_at():
     flash_attn.flash_attn_with_kvcache(**arguments | PAGED | {"block_table": table})
     slots = {"cache_batch_idx": int32([-7, 1])}
     flash_attn.flash_attn_with_kvcache(**arguments | slots)
+
+
+def test_rotary_tables_that_are_just_long_enough():
+    """All queries without a mask stand at the row of the next key."""
+    arguments = kvcache_arguments() | {"q": randn(2, 5, 4, 8)}
+    arguments |= {"k": randn(2, 1, 2, 8), "v": randn(2, 1, 2, 8)}
+    arguments |= {"rotary_cos": COS[:8], "rotary_sin": COS[:8]}
+    flash_attn.flash_attn_with_kvcache(**arguments)
 
 
 def test_lengths_in_use():
@@ -460,6 +481,22 @@ def test_gradients_of_empty_tensors():
         out = flash_attn.flash_attn_func(first, second, second)
         grads = torch.autograd.grad(out.sum(), (first, second))
         assert all((x == 0).all() for x in grads)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_what_has_no_gradient(pages):
+    arguments = varlen_arguments() if pages else dense_arguments()
+    arguments["q"].requires_grad_()
+    words = "alibi_slopes has no gradient"
+    if pages:
+        arguments |= {"k": PAGES, "v": PAGES, "cu_seqlens_k": BOUNDS, "max_seqlen_k": 7}
+        arguments["block_table"] = int32([[0, 1], [2, 3]])
+        words = "block_table has no backward"
+    else:
+        arguments["alibi_slopes"] = torch.rand(4, requires_grad=True)
+    out = CALLS["varlen" if pages else "dense"][0](**arguments)
+    with pytest.raises(NotImplementedError, match=words):
+        out.sum().backward()
 
 
 def test_length_of_more_than_32_bits():

@@ -185,6 +185,15 @@ def test_derivative_and_compiler(device, name, whole):
             assert_right(compiled(exact, x.double(), t.double()), expected, torch.float64)
 
 
+@since_torch(2, 11, "the compiler passes the error on")
+def test_compiled_transforms_are_refused():
+    torch._dynamo.reset()
+    x = randn(*SHAPE)
+    compiled = torch.compile(lambda x: func.vmap(flash_attn_func)(x, x, x), backend="eager")
+    with pytest.raises(RuntimeError, match="no torch.func transforms in torch.compile"):
+        compiled(x[None])
+
+
 DROPOUTS = {"error": 0.5, "different": 0.5, "same": 0.5, "error without dropout": 0.0}
 
 

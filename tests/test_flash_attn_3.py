@@ -312,7 +312,8 @@ def test_lengths_with_packed_queries(fa3, device, paged):
         return out if packed else out.flatten(0, 1)
 
     packed = {"cu_seqlens_q": int32([0, 2, 4], device), "max_seqlen_q": 2}
-    for lengths in (7, int32(7, device), int32([-1, 7], device), int32([24, -1], device)):
+    rows_in_use = (7, int32(7, device), int32([-1, 7], device), int32([24, -1], device), None)
+    for lengths in rows_in_use:
         found, expected = attend(lengths, **packed), attend(lengths)
         torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
     for lengths in (7.9, True, torch.tensor([7, 7], device=device)):
@@ -411,6 +412,7 @@ def test_kvcache_with_packed_queries_compiled(fa3):
             lambda m, x: m._flash_attn_backward(x, x, x, x, x, x, sequed_k=int32([3])),
         ),
         (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x)),
+        (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x[:, :, [0, 0, 1]])),
         (TypeError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(None)),
         (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x, num_heads_q=4)),
         (TypeError, "num_heads_q", lambda m, x: m.flash_attn_qkvpacked_func(x, num_heads_q="2")),

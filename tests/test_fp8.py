@@ -619,6 +619,14 @@ def test_rotary_errors(given, error, words, tracked):
         flash_attn_fp8_func(**{"q": q, "k": k, "v": v, **tables, **given})
 
 
+@pytest.mark.parametrize("given, missing", [("cos", "sin"), ("sin", "cos")])
+def test_one_rotary_table_for_packed_sequences(given, missing):
+    x, bounds = randn(9, 2, 32, **BF16), int32([0, 9])
+    table = {f"rotary_{given}": torch.zeros(9, 16, **BF16)}
+    with pytest.raises(ValueError, match=f"rotary_{missing} must be given with rotary_{given}"):
+        flash_attn_fp8_varlen_func(x, x, x, bounds, bounds, 9, 9, **table)
+
+
 @pytest.mark.parametrize("tracked", [False, True])
 def test_short_rotary_tables(tracked):
     q, k, v = (randn(1, 9, 2, 32, **BF16) for _ in "qkv")
@@ -766,6 +774,9 @@ def test_further_derivatives_are_refused(device):
         dual = torch.autograd.forward_ad.make_dual(q.detach(), torch.ones_like(q))
         with pytest.raises(NotImplementedError, match="no forward mode.*but for flash_attn.fp8"):
             flash_attn_fp8_func(dual, dual, dual)
+        cos, sin = angle_tables(5, 32, device, torch.bfloat16)
+        with pytest.raises(NotImplementedError, match="no forward mode.*but for flash_attn.fp8"):
+            flash_attn_fp8_func(dual, dual, dual, rotary_cos=cos, rotary_sin=sin)
 
 
 def test_opcheck(device):
@@ -817,6 +828,7 @@ def test_gradient_of_the_scale_with_rotary(device):
 
 
 def test_compiled_and_transformed(device):
+    torch._dynamo.reset()  # the compiler skips a function that has raised an error
     q, k, v = (randn(2, 30, 2, 64, device=device, **BF16) for _ in "qkv")
 
     def loss(q: Tensor) -> Tensor:

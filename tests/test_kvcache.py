@@ -209,6 +209,22 @@ def test_rotary_is_interleaved_by_default(device):
     torch.testing.assert_close(cache[0, 3].cpu(), expected)
 
 
+def test_rotary_of_queries_alone(device):
+    """New keys may be none."""
+    case = decode([5, 33], 3, 0, rotary_dim=32, device=device, causal=True)
+    none = case.attention.k.new_empty(2, 0, 2, 32)
+    check(replace(case, k_new=none, v_new=none))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_one_row_or_page(device, paged):
+    """A cache that has no more."""
+    case = decode([33], 2, 2, capacity=64, leftpad=[3], device=device, causal=True)
+    if paged:
+        case.attention.storage.block_table = int32([[0]], device)
+    check(case)
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize("rotary_dim", [0, 32])
 def test_pages(device, page_size, rotary_dim):

@@ -276,6 +276,7 @@ def test_doors(rms: bool) -> None:
     assert torch.equal(y, expected[0]) and torch.equal(total, expected[1])
     assert mask.dtype == torch.uint8 and (mask == 1).all() and mask.shape == x.shape
     assert torch.equal(function(x, residual, w, b, 0.0, EPS), y)
+    assert function(x, None, w, b, 0.0, EPS, prenorm=True)[1].dtype == BF16
     torch.manual_seed(2)
     y, mask = function(x, None, w, b, 0.5, EPS, return_dropout_mask=True)
     assert torch.equal(y, fn(2 * x * mask, w, b, eps=EPS)) and (mask == 0).any()
@@ -287,6 +288,8 @@ def test_doors(rms: bool) -> None:
     y, total = module.eval()(x, residual)
     expected = fn(x, module.weight, bias, residual, eps=EPS, prenorm=True)
     assert torch.equal(y, expected[0]) and torch.equal(total, expected[1])
+    wide = type(module)(24, prenorm=True, residual_in_fp32=True)
+    assert wide(x)[1].dtype == torch.float32
     _, total = module.train()(x)
     assert ((total == 0) | (total == 2 * x)).all() and (total == 0).any()
     module.reset_parameters()
@@ -295,6 +298,7 @@ def test_doors(rms: bool) -> None:
 
 def test_rms_norm_module() -> None:
     module = rms_norm.RMSNorm(24, EPS, None, BF16)
+    assert module.weight.dtype == BF16
     x = torch.randn(2, 24, dtype=BF16)
     assert torch.equal(module(x), rms_norm.rms_norm(x, module.weight, EPS))
 
@@ -384,6 +388,7 @@ def test_whole_numbers_are_refused() -> None:
         ({"weight": torch.ones(5)}, r"weight must have shape \(4,\).*got \(5,\)"),
         ({"residual": torch.ones(4)}, r"residual must have shape \(2, 4\).*got \(4,\)"),
         ({"x1": torch.ones(1, 4)}, "x1 must have shape"),
+        ({"layerscale": torch.ones(1)}, r"layerscale must have shape \(4,\).*got \(1,\)"),
         ({"bias": torch.ones(4, device="meta")}, "bias must .*on cpu.*on meta"),
         ({"rowscale": torch.ones(3)}, r"rowscale must have shape \(2,\)"),
         ({"bias1": torch.ones(4)}, "weight1 must be given with bias1"),

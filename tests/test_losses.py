@@ -112,7 +112,10 @@ def test_another_ignore_index() -> None:
     logits, labels = problem(10, 7, torch.float32)
     labels[labels == IGNORED] = 3
     expected = F.cross_entropy(logits, labels, ignore_index=3)
-    torch.testing.assert_close(CrossEntropyLoss(ignore_index=3)(logits, labels), expected)
+    loss = CrossEntropyLoss(ignore_index=3)(logits, labels)
+    torch.testing.assert_close(loss, expected)
+    grads = (torch.autograd.grad(x, logits)[0] for x in (loss, expected))
+    torch.testing.assert_close(*grads)
 
 
 def test_precomputed_lse_is_used() -> None:
@@ -128,6 +131,9 @@ def test_precomputed_lse_is_used() -> None:
     # As upstream, it is computed again where it cannot be the one of the scaled logits.
     scaled, _ = cross_entropy_loss(logits, labels, lse + 1, logit_scale=0.5)
     torch.testing.assert_close(scaled, F.cross_entropy(0.5 * logits, labels, reduction="none"))
+    smooth, _ = cross_entropy_loss(logits, labels, lse + 1, 0.1)
+    expected = F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(smooth, expected)
 
 
 def test_strided_logits() -> None:

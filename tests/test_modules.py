@@ -339,6 +339,19 @@ def test_steps_equal_the_whole(device, name, flash):
     assert list(state.key_value_memory_dict) == [3]
 
 
+@pytest.mark.parametrize("flash", [True, False])
+@torch.no_grad()
+def test_rotary_of_a_step_without_a_mask(device, flash):
+    """Each token of the last step sees all, from a position of its own."""
+    layer = make(MHA, device, DIM, HEADS, layer_idx=0, use_flash_attn=flash, rotary_emb_dim=6)
+    x = torch.randn(2, 12, DIM, device=device, dtype=torch.float64)
+    state = generation()
+    layer(x[:, :5], inference_params=state)
+    state.seqlen_offset = 5
+    step = layer(x[:, 5:], inference_params=state)
+    torch.testing.assert_close(step, layer(x)[:, 5:], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gqa", "rotary", "window"])
 @torch.no_grad()
 def test_sequences_of_different_lengths(device, name):

@@ -520,6 +520,7 @@ def test_module(interleaved: bool) -> None:
     torch.testing.assert_close(
         rotary(qkv.clone(), seqlen_offset=torch.tensor([4, 4]), max_seqlen=9), expected
     )
+    torch.testing.assert_close(rotary(qkv.clone(), seqlen_offset=torch.tensor([4, 4])), expected)
     q, kv = rotary(qkv[:, :, 0].clone(), qkv[:, :, 1:].clone(), seqlen_offset=4)
     torch.testing.assert_close(q, expected[:, :, 0])
     torch.testing.assert_close(kv, expected[:, :, 1:])
@@ -676,6 +677,11 @@ def packed_with(cu_seqlens=CU_SEQLENS, max_seqlen=3, seqlen_offsets=0) -> Tensor
             lambda: apply_rotary_emb(X.long(), COS, SIN),
             TypeError,
             r"x must be a floating-point tensor, got a torch.int64 tensor",
+        ),
+        (
+            lambda: apply_rotary_emb([1.0], COS, SIN),
+            TypeError,
+            r"x must be a floating-point tensor, got list",
         ),
         (
             lambda: apply_rotary_emb(X, None, SIN),
@@ -851,6 +857,11 @@ def packed_with(cu_seqlens=CU_SEQLENS, max_seqlen=3, seqlen_offsets=0) -> Tensor
             lambda: RotaryEmbedding(7),
             ValueError,
             r"dim must be an even number of channels, got 7",
+        ),
+        (
+            lambda: RotaryEmbedding(-2),
+            ValueError,
+            r"dim must be an even number of channels, got -2",
         ),
         (
             lambda: RotaryEmbedding(8)(X.unsqueeze(2), seqlen_offset=torch.zeros(2).int()),

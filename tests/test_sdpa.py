@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from helpers import since_torch
 from torch import Tensor
 
-from flash_attn import _ops, adapters
+from flash_attn import _ops, adapters, flash_attn_func, flash_attn_varlen_func
 from flash_attn._backends.cuda import Prepared
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
 pytestmark = since_torch(2, 11, "PyTorch takes implementations of flash attention")
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 CALLS = ["heads_first_forward", "heads_first_backward"]  # of a training step
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 @pytest.fixture
@@ -136,6 +138,51 @@ def test_packed_operators_on_a_cpu() -> None:
     saved = (q, k, v, out, lse, bounds, bounds, 11, 11, 0.0, True, state, unused)
     dv = backward(out, *saved, **options)[2]
     torch.testing.assert_close((dv * v).sum(), (out * out).sum())
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_operators_on_a_cpu(packed: bool, dropout_p: float) -> None:
+    """Packed or not, with a window and dropout: what the functions of this library have."""
+    from flash_attn._sdpa import _OPERATORS
+
+    shape = (16, 2, 8) if packed else (2, 11, 2, 8)
+    tensors = tuple(torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    lengths: Any = (None, None, 11, 11)
+    function: Any = flash_attn_func
+    if packed:
+        bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
+        lengths = (bounds, bounds, 11, 11)
+        function = partial(flash_attn_varlen_func, **dict(zip(LENGTHS, lengths, strict=True)))
+    options: Any = {"scale": 0.4, "window_size_left": 3, "window_size_right": 1}
+    forward, backward = (_OPERATORS[f"_flash_attention_{x}"] for x in ("forward", "backward"))
+    torch.manual_seed(1)
+    drops = dropout_p > 0
+    out, lse, state, unused, mask = forward(*tensors, *lengths, dropout_p, False, drops, **options)
+    assert (mask.numel() > 0) == drops
+    saved = (*tensors, out, lse, *lengths, dropout_p, False, state, unused)
+    gradients = backward(direction(out), *saved, **options)
+    torch.manual_seed(1)
+    given = {"dropout_p": dropout_p, "softmax_scale": 0.4, "window_size": (3, 1)}
+    torch.testing.assert_close([out, *gradients], with_gradients(function, tensors, **given))
+
+
+def test_more_of_packed_operators_on_a_cpu() -> None:
+    """Lengths in use, ALiBi and splits of the keys, which no function of this library has so."""
+    from flash_attn._sdpa import _OPERATORS
+
+    bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
+    q, k, v = (torch.randn(16, 2, 8) for _ in range(3))
+    options: Any = {"seqused_k": torch.tensor([2, 9], dtype=torch.int32)}
+    options["alibi_slopes"] = torch.tensor([0.5, 0.25])
+    arguments: Any = (q, k, v, bounds, bounds, 11, 11, 0.0)
+    expected = _flash_attn_varlen_forward(*arguments, None, False, **options)
+    arguments = (*arguments, False, False)
+    forward = _OPERATORS["_flash_attention_forward"]
+    out, lse, *_ = forward(*arguments, **options)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported, got 2"):
+        forward(*arguments, num_splits=2)
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,19 @@ def test_mask_says_what_is_causal(transformers: Any, causal: bool) -> None:
     torch.testing.assert_close(out[seen], expected.transpose(1, 2)[seen])
 
 
+@pytest.mark.parametrize("of_layer", [True, False])
+@pytest.mark.parametrize("given", [True, False, None])
+def test_call_says_what_is_causal(of_layer: bool, given: bool | None) -> None:
+    """The layer does where the call does not."""
+    q, k, v = torch.randn(3, 1, 2, 5, 16)
+    layer = torch.nn.Module()
+    layer.config, layer.is_causal = SimpleNamespace(), of_layer
+    out, _ = _transformers.attention(layer, q, k, v, is_causal=given)
+    causal = of_layer if given is None else given
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
 def test_mask_function_of_ones_own(transformers: Any) -> None:
     """Which may be any callable, or bound one side of what is not causal: single scores."""
     from transformers import masking_utils
@@ -280,15 +293,19 @@ def test_mask_function_of_ones_own(transformers: Any) -> None:
     assert mask is not None and mask[0, 0].tolist() == torch.ones(3, 3).triu(-1).bool().tolist()
 
 
-def test_bias_on_a_cache() -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_bias_on_a_cache(causal: bool) -> None:
     """The last query is aligned with the last key, where PyTorch aligns the first ones."""
     q, k, v = torch.randn(1, 2, 4, 16), *torch.randn(2, 1, 2, 9, 16)
     layer = torch.nn.Module()
-    layer.config = SimpleNamespace()
-    bias = torch.zeros(1, 2, 4, 9)
+    layer.config, layer.is_causal = SimpleNamespace(), causal
+    bias = torch.randn(1, 2, 4, 9)
     out, _ = _transformers.attention(layer, q, k, v, position_bias=bias)
-    expected, _ = _transformers.attention(layer, q, k, v)
-    torch.testing.assert_close(out, expected)
+    if causal:
+        future = torch.ones(4, 9, dtype=torch.bool).triu(6)
+        bias = bias.masked_fill(future, -torch.inf)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def test_errors(llama: Made) -> None:
