@@ -495,7 +495,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--gpus", nargs="+", type=int, default=[2**n for n in range(1, 13)], help="simulated")
     add("--of-node", type=int, default=8, help="simulated: GPUs of a node")
     report.add_arguments(parser, "context-parallel")
+    parser.set_defaults(folder=None)
     a = parser.parse_args(arguments)
+    of_gpu = "model" if a.simulate else report.device_name()
+    a.folder = a.folder or report.results_folder(of_gpu)
     a.nheads_kv = a.nheads_kv or a.nheads
     if a.replot is not None:
         plots.draw(a.replot, draw)
@@ -503,7 +506,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_anchors()
     elif a.simulate:
         a.tokens = a.tokens or [2**15, 2**17, 2**20, 2**23]
-        a.folder = report.ROOT / "benchmarks" / "results" / "model"
         rows = report.record(a.folder / a.output, a, simulated(a))
         print_rows(rows)
         plots.draw_if_possible((a.folder / a.output).with_suffix(".json"), draw)
