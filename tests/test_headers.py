@@ -231,6 +231,30 @@ def test_whole_heads(tmp_path: Path, build_support: ModuleType) -> None:
         assert plan[-1] == wanted, shape
 
 
+def test_whole_heads_of_packed_sequences(tmp_path: Path, build_support: ModuleType) -> None:
+    """The same, if the longest heads do not keep the others waiting at the end."""
+    shapes = {  # headdim, batch, longest, total, nheads, nheads_kv, causal
+        (64, 269, 512, 65536, 32, 32, False): True,
+        (64, 269, 512, 65536, 32, 32, True): True,
+        (64, 128, 512, 65536, 32, 32, False): True,  # all as long as the longest
+        (64, 64, 512, 16384, 32, 32, True): True,
+        (64, 33, 512, 8464, 4, 4, True): False,  # a head for each SM
+        (64, 3, 512, 600, 88, 88, False): False,  # one of three may be all there is
+        (64, 128, 1024, 65536, 32, 32, True): False,  # 8 blocks of keys
+        (128, 512, 256, 65536, 16, 16, False): True,
+        (128, 99, 256, 12721, 4, 4, False): False,  # 3 for each SM
+        (128, 269, 512, 65536, 16, 16, True): True,  # two additions to each block of queries
+        (128, 269, 512, 65536, 16, 16, False): False,  # three, and 52 MB
+        (128, 269, 512, 65536, 16, 4, True): False,
+        (128, 512, 256, 65536, 16, 4, True): True,
+    }
+    numbers = [x for shape in shapes for x in (*map(int, shape), 0, 132)]
+    status, printed = output_of("backward_plan", tmp_path, numbers, toolkit_include(build_support))
+    assert status == 0
+    for (shape, wanted), line in zip(shapes.items(), printed.splitlines(), strict=True):
+        assert line.endswith(str(int(wanted))), shape
+
+
 def backward_plans(
     shapes: list[tuple[int, int, int, int, bool]], folder: Path, build_support: ModuleType
 ) -> list[tuple[int, list[int]]]:
@@ -241,7 +265,7 @@ def backward_plans(
         row_blocks = seqlen // 64
         seen = [row_blocks - 2 * key if causal else row_blocks for key in range(seqlen // 128)]
         head_steps.append(nheads // nheads_kv * sum(seen))
-        numbers += [batch, seqlen, nheads, nheads_kv, int(causal), head_steps[-1], 132]
+        numbers += [128, batch, seqlen, 0, nheads, nheads_kv, int(causal), head_steps[-1], 132]
     status, printed = output_of("backward_plan", folder, numbers, toolkit_include(build_support))
     assert status == 0
     plans = [list(map(int, line.split())) for line in printed.splitlines()]
@@ -276,7 +300,12 @@ def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
 
 def test_plan_without_room_for_a_cluster(tmp_path: Path, build_support: ModuleType) -> None:
     """No worker: the launch fails with an error, the plan does not end the process."""
-    shapes = [(2, 1000, 8, 4, 0, 640, 0), (2, 1000, 8, 4, 1, 320, 0), (1, 100, 1, 1, 0, 2, 0)]
+    shapes = [
+        (128, 2, 1000, 0, 8, 4, 0, 640, 0),
+        (128, 2, 1000, 0, 8, 4, 1, 320, 0),
+        (128, 1, 100, 0, 1, 1, 0, 2, 0),
+        (64, 9, 300, 1000, 8, 8, 0, 0, 0),
+    ]
     numbers = [x for shape in shapes for x in shape]
     status, printed = output_of("backward_plan", tmp_path, numbers, toolkit_include(build_support))
     assert (status, len(printed.splitlines())) == (0, len(shapes))

@@ -310,6 +310,60 @@ def test_whole_heads(device, case, headdim):
             torch.testing.assert_close(together[name][i : i + 1], alone, rtol=2e-2, atol=2e-3)
 
 
+# Lengths of queries, of keys, query heads of a key head, options.
+WHOLE_PACKED_HEADS = {
+    "full": ([256, 31, 0, 130, 300, 128, 7, 250], None, 1, {}),
+    "causal": ([300, 1, 129, 256, 0, 64, 256, 200], None, 1, {"causal": True}),
+    "other-keys": ([256, 0, 300, 5, 130, 70, 256, 9], [40, 60, 300, 0, 290, 128, 129, 256], 1, {}),
+    "unseen": ([256, 100, 300, 60], [90, 200, 128, 256], 2, {"causal": True}),
+    "group": ([200, 10, 0, 140, 256, 130], None, 4, {"window_size": (100, 30)}),
+    "softcap": ([200, 10, 140, 256, 0, 130], None, 1, {"softcap": 20.0}),
+}
+
+
+def whole_packed_heads(device: str, case: str, headdim: int) -> Attention:
+    """A problem whose key heads are four for each SM, or more."""
+    lengths_q, lengths_k, group, options = WHOLE_PACKED_HEADS[case]
+    nheads_kv = torch.cuda.get_device_properties(device).multi_processor_count
+    lengths = (lengths_q, lengths_k or lengths_q)
+    sizes = (group * nheads_kv, nheads_kv, headdim)
+    return varlen(*lengths, *sizes, dtype=torch.bfloat16, device=device, **options)
+
+
+@pytest.mark.parametrize("headdim", [32, 64, 96, 128])
+@pytest.mark.parametrize("case", WHOLE_PACKED_HEADS)
+def test_whole_heads_of_packed_sequences(device, case, headdim):
+    """The same of packed sequences, some of them without queries or keys. The bits do not move,
+    whether that is asked for or not.
+    """
+    problem = whole_packed_heads(device, case, headdim)
+    fill_memory_with_nan(device)
+    check(problem)
+    fill_memory_with_nan(device)
+    expected = gradients_of(problem, deterministic=False)()
+    for deterministic in (False, False, True):
+        fill_memory_with_nan(device)
+        for name, again in gradients_of(problem, deterministic)().items():
+            assert torch.equal(again, expected[name])
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+def test_whole_heads_of_bad_bounds(device, headdim):
+    """Bounds that overlap, decrease, lie outside or are further apart than the longest length."""
+    problem = whole_packed_heads(device, "causal", headdim)
+    leaves = [x.nan_to_num(0.5).requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    problem = replace(problem, **dict(zip("qkv", leaves, strict=True)))
+    rows = len(problem.q)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        bounds = torch.randint(-rows, 2 * rows, (2, 9), generator=generator)
+        layout = (*bounds.int().to(device), 300, 300)
+        fill_memory_with_nan(device)
+        out = call(problem, layout)
+        for grad in torch.autograd.grad(out, leaves, torch.ones_like(out)):
+            assert grad.isfinite().all()
+
+
 # Holds an SM for each thread block until `flag`, in pinned memory, is set; at most half a minute.
 HOLD = """
 extern "C" __global__ void __launch_bounds__(1024) hold(volatile int* flag) {

@@ -90,6 +90,14 @@ __device__ void add_dq(const BackwardParams& params, const BackwardSchedule& sch
   cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
 }
 
+// The sequence that these queries are of. See dq_tile.
+template <int kBlockM>
+__device__ int batch_of_row_tile(const BackwardParams& params, int row_tile,
+                                 const StepQueries& queries) {
+  return params.cu_seqlens_q == nullptr ? queries.batch
+                                        : row_tile % params.row_tiles - queries.first_row / kBlockM;
+}
+
 // The same of whole heads, in a workspace of the thread block, `accum`: (row tiles of a head,
 // elements of a row tile). The first tile stores; after the last one an idle warp rounds.
 template <typename Config>
@@ -98,19 +106,20 @@ __device__ void add_dq_of_heads(const BackwardParams& params,
   constexpr int kBlockM = Config::kBlockM;
   const int blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const int group = params.nheads / params.nheads_kv;
-  const Mask mask{params.seqlen_k, params.seqlen_k - params.seqlen_q, params.window_left,
-                  params.window_right};
   PipelineState<Config::kDqStages> state;
 #pragma unroll 1
   for (uint32_t i = 0;; ++i, state.advance()) {
     const PipelineState<Config::kStepSlots> slot{i};
     const auto [row_tile, n_block, last] = shared.steps.look(slot);
     if (row_tile < 0) break;
-    const int m_begin = row_tile % params.row_tiles % blocks * kBlockM;
-    const Range tiles =
-        key_blocks<Config::kBlockN>(mask, m_begin, min(m_begin + kBlockM, params.seqlen_q));
+    const StepQueries& queries = shared.step_queries[slot.stage()];
+    const Sequence sequence(params, batch_of_row_tile<kBlockM>(params, row_tile, queries));
+    const Mask mask{sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q, params.window_left,
+                    params.window_right};
+    const int m_begin = queries.first_row - sequence.q_first;
+    const Range tiles = key_blocks<Config::kBlockN>(mask, m_begin, m_begin + queries.rows);
     const bool first = n_block + 1 == tiles.end, complete = n_block == tiles.begin;
-    const int place = row_tile / params.row_tiles % group * blocks + m_begin / kBlockM;
+    const int place = queries.head % group * blocks + m_begin / kBlockM;
     // What was added in the step before is in memory.
     cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
     shared.idle.hand_over();
@@ -126,7 +135,7 @@ __device__ void add_dq_of_heads(const BackwardParams& params,
                                       cuda::ptx::op_add, target, source, sizeof(shared.dq[0]));
     }
     cuda::ptx::cp_async_bulk_commit_group();
-    if (complete) shared.idle.prepare(place, shared.step_queries[slot.stage()]);
+    if (complete) shared.idle.prepare(place, queries);
     cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
     shared.dq_pipeline.release_alone(state);
   }

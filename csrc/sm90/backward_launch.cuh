@@ -81,29 +81,31 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   schedule.clear_tail_k = params.cu_seqlens_k != nullptr || params.seqused_k != nullptr;
   schedule.lengths_on_device =
       schedule.clear_tail_q || schedule.clear_tail_k || params.leftpad_k != nullptr;
+  const bool packed = params.cu_seqlens_k != nullptr;
+  schedule.packed_tickets = packed;
   schedule.lone = Config::kWritesDq && params.seqlen_k <= Config::kBlockN;
   // Rotated tiles wait for each other, so those of a section must all be running, each on another
   // worker.
   const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   const int parts = std::max(1, schedule.blocks * schedule.splits);  // of a head
   const int64_t together = workers / parts;                          // heads
-  const int64_t least = params.cu_seqlens_k == nullptr ? 1 : params.nheads_kv;
+  const int64_t least = packed ? params.nheads_kv : 1;
   schedule.rotated = params.deterministic && !schedule.lone && !masked && together >= least;
   if (schedule.rotated) {
     schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
   }
-  if (Config::kHasIdleWarps && !schedule.lone && !schedule.lengths_on_device) {
-    const int64_t steps = head_steps<Config>(params);
-    if (takes_whole_heads(params, steps, Config::kBlockM, Config::kBlockN, workers,
-                          Config::kHeadDim, Config::kHeadDimV)) {
+  if (Config::kHasIdleWarps && !schedule.lone && (packed || !schedule.lengths_on_device)) {
+    if (takes_whole_heads(params, Config::kBlockM, Config::kBlockN, workers, Config::kHeadDim,
+                          Config::kHeadDimV)) {
       schedule.head_blocks = schedule.blocks;
-      schedule.head_tiles = params.row_tiles / params.batch * (params.nheads / params.nheads_kv);
+      schedule.head_tiles = (params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM *
+                            (params.nheads / params.nheads_kv);
       schedule.splits = schedule.section = 1;
       schedule.whole = schedule.tickets = schedule.tiles;
-      schedule.rotated = false;
-    } else if (!params.deterministic) {
-      schedule.idle =
-          plan_idle_work(params, plan, steps, Config::kBlockM, Config::kBlockN, workers);
+      schedule.rotated = schedule.packed_tickets = false;
+    } else if (!packed && !params.deterministic) {
+      schedule.idle = plan_idle_work(params, plan, head_steps<Config>(params), Config::kBlockM,
+                                     Config::kBlockN, workers);
     }
   }
   schedule.last_section = schedule.section;
@@ -195,7 +197,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
                int64_t{1} * (schedule.tiles - schedule.whole) * schedule.splits * Config::kBlockN *
                    (Config::kHeadDim + Config::kHeadDimV));
   }
-  const int64_t key_tiles = params.cu_seqlens_k == nullptr
+  const int64_t key_tiles = params.cu_seqlens_k == nullptr || schedule.head_tiles > 0
                                 ? schedule.tickets / schedule.head_blocks
                                 : SequenceTiles::of_keys(params, Config::kBlockN).count() *
                                       params.nheads_kv * schedule.splits;

@@ -43,6 +43,12 @@ constexpr float kBusyHeads = 0.55f, kBusyBlocks = 0.075f;
 constexpr int64_t kHeadsBytes = 40 << 20;
 constexpr float kHeadsAdditions = 2.2f;
 
+// The same where lengths differ, of which the host knows little. Fitted to d64 to d128, up to 256
+// to 1024 tokens, 1 to 55 heads for each worker on an H200.
+constexpr float kBusyUnequalHeads = 0.8f;
+constexpr int kUnequalBlocks = 4;  // of the longest sequence, at most
+constexpr int64_t kUnequalHeadsBytes = 32 << 20;
+
 // How much longer it takes if tiles that run at a time read so much again and again. Fitted, as
 // the times of parts, to d64 to d256, groups of 1 to 71, 512 to 16k tokens on an H200, whose L2
 // cache has 50 MB.
@@ -159,6 +165,21 @@ float predicted_time(const BackwardWork& work, const PartTimes& times, const Div
   return sums + makespan(parts, workers);
 }
 
+// What the heads that share K and V have in one of these sequences.
+struct WholeHead {
+  int64_t blocks, row_tiles, steps = 0;
+
+  WholeHead(const KnownSequences& sequences, const BackwardParams& params, int block_m,
+            int block_n) {
+    const int64_t group = params.nheads / params.nheads_kv;
+    blocks = (sequences.keys() + block_n - 1) / block_n;
+    row_tiles = group * ((sequences.queries() + block_m - 1) / block_m);
+    for (int64_t key = 0; key < sequences.keys(); key += block_n) {
+      steps += group * sequences.query_steps(key, key + block_n, block_m);
+    }
+  }
+};
+
 struct TimedPlan {
   BackwardPlan plan;
   float time;
@@ -260,21 +281,39 @@ IdleWork plan_idle_work(const BackwardParams& params, const BackwardPlan& plan, 
           static_cast<int>(std::min(tiles, section * head_tiles)), static_cast<int>(ahead)};
 }
 
-bool takes_whole_heads(const BackwardParams& params, int64_t head_steps, int block_m, int block_n,
-                       int workers, int headdim, int headdim_v) {
+bool takes_whole_heads(const BackwardParams& params, int block_m, int block_n, int workers,
+                       int headdim, int headdim_v) {
+  const PartTimes times = part_times(block_n, headdim, headdim_v);
+  const WholeHead longest({params, 1, params.seqlen_q, params.seqlen_k}, params, block_m, block_n);
   const int64_t heads = int64_t{params.batch} * params.nheads_kv;
-  const int64_t blocks = (params.seqlen_k + block_n - 1) / block_n;
-  const int64_t group = params.nheads / params.nheads_kv;
-  const int64_t head_tiles = group * ((params.seqlen_q + block_m - 1) / block_m);
-  if (heads == 0 || workers == 0 || head_steps == 0 || blocks < 2 || head_tiles > kMostHeadTiles) {
+  if (heads == 0 || workers == 0 || longest.blocks < 2 || longest.row_tiles > kMostHeadTiles) {
     return false;
   }
-  const int64_t rounds = (heads + workers - 1) / workers;
-  const float busy = static_cast<float>(heads) / (rounds * workers);
-  if (busy < kBusyHeads + kBusyBlocks * blocks) return false;
+  int64_t known = 0, row_tiles = 0, steps = 0;
+  float time = 0, at_work = 0;  // at_work: row tiles, a step
+  for (const KnownSequences& sequences : known_sequences(params)) {
+    const WholeHead head(sequences, params, block_m, block_n);
+    const int64_t count = sequences.count();
+    known += count, row_tiles += count * head.row_tiles, steps += count * head.steps;
+    time += count * (head.blocks * times.ends + head.steps * times.step);
+    at_work += 1.f * count * head.steps * head.row_tiles;
+  }
+  if (steps == 0) return false;
   // Q, dO and dQ of the heads at work.
-  const int64_t bytes = workers * head_tiles * block_m * (2 * (headdim + headdim_v) + 4 * headdim);
-  return blocks == 2 || bytes <= kHeadsBytes || head_steps <= kHeadsAdditions * head_tiles;
+  const float bytes =
+      workers * at_work / steps * block_m * (2 * (headdim + headdim_v) + 4 * headdim);
+  const bool seldom = steps <= kHeadsAdditions * row_tiles;
+  if (steps == known * longest.steps) {
+    const int64_t rounds = (heads + workers - 1) / workers;
+    const float busy = static_cast<float>(heads) / (rounds * workers);
+    return busy >= kBusyHeads + kBusyBlocks * longest.blocks &&
+           (longest.blocks == 2 || bytes <= kHeadsBytes || seldom);
+  }
+  const float mean = time / known * heads / workers;
+  const float last = longest.blocks * times.ends + longest.steps * times.step;
+  return mean >= kBusyUnequalHeads * (mean + last / 2) && longest.blocks <= kUnequalBlocks &&
+         (longest.blocks == 2 || bytes <= kUnequalHeadsBytes ||
+          (seldom && params.nheads == params.nheads_kv));
 }
 
 }  // namespace flash::sm90

@@ -25,8 +25,8 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
 IdleWork plan_idle_work(const BackwardParams& params, const BackwardPlan& plan, int64_t head_steps,
                         int block_m, int block_n, int workers);
 
-// Whether thread blocks take whole heads, see BackwardSchedule, if sequences are dense.
-bool takes_whole_heads(const BackwardParams& params, int64_t head_steps, int block_m, int block_n,
-                       int workers, int headdim, int headdim_v);
+// Whether thread blocks take whole heads, see BackwardSchedule, if sequences are dense or packed.
+bool takes_whole_heads(const BackwardParams& params, int block_m, int block_n, int workers,
+                       int headdim, int headdim_v);
 
 }  // namespace flash::sm90

@@ -22,10 +22,14 @@ struct BackwardSchedule : TileSchedule {
   bool lone;  // no sequence has more than one tile, which writes its dQ itself
   // Without a mask: each tile of a head begins with other queries, and all of them run at a time.
   bool rotated;
-  // Of whole heads, else 0: row tiles of the heads that share K and V. A thread block takes all
-  // tiles of them, one after the other, and has a workspace of its own for dQ.
+  // Of whole heads, else 0: row tiles of the heads that share K and V, in the longest sequence. A
+  // thread block takes all tiles of them, one after the other, and has a workspace of its own for
+  // dQ.
   int head_tiles;
   int head_blocks;  // these tiles, else 1: so many tickets are drawn at a time
+  // 1 if tickets are of packed sequences, one after the other. Those of whole heads are counted as
+  // if all sequences were as long as the longest.
+  int packed_tickets;
 
   // The main kernel writes dQ, where some key is seen.
   bool writes_dq() const { return lone || head_tiles > 0; }
@@ -39,7 +43,7 @@ struct KeyTiles {
   const BackwardParams& params;
   const BackwardSchedule& schedule;
 
-  __device__ bool packed() const { return params.cu_seqlens_k != nullptr; }
+  __device__ bool packed() const { return schedule.packed_tickets; }
   __device__ int batch() const { return params.batch; }
   __device__ int of_sequence(int batch) const {
     return (Sequence(params, batch).seqlen_k + kBlockN - 1) / kBlockN;
@@ -47,6 +51,11 @@ struct KeyTiles {
   __device__ bool mixed() const { return false; }
   __device__ bool together() const { return false; }
   __device__ int run() const { return kMayBeWholeHeads ? schedule.head_blocks : 1; }
+  // Of a packed sequence, blocks behind its last: the first tickets of each of its runs.
+  __device__ int missing(const Tile& tile) const {
+    if (run() == 1 || params.cu_seqlens_k == nullptr) return 0;
+    return max(run() - max(of_sequence(tile.batch), 1) - tile.block, 0);
+  }
   // Where tiles wait for earlier ones, those may not be of a worker that has no SM yet.
   __device__ bool all_drawn() const { return params.dq_turn != nullptr && !schedule.rotated; }
 };
@@ -130,8 +139,8 @@ struct KeyTileRange {
   __device__ KeyTileRange(const BackwardParams& params, const BackwardSchedule& schedule,
                           const Tile& tile)
       : sequence(params, tile.batch),
-        n_block((params.cu_seqlens_k == nullptr ? schedule.blocks
-                                                : (sequence.seqlen_k + kBlockN - 1) / kBlockN) -
+        n_block((schedule.packed_tickets ? (sequence.seqlen_k + kBlockN - 1) / kBlockN
+                                         : schedule.blocks) -
                 1 - tile.block),
         n_begin(n_block * kBlockN),
         mask{sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q, params.window_left,

@@ -64,6 +64,7 @@ struct QueryBlocks {
   __device__ bool together() const { return schedule.together; }
   __device__ static constexpr bool all_drawn() { return false; }
   __device__ static constexpr int run() { return 1; }
+  __device__ static constexpr int missing(const Tile&) { return 0; }
 };
 
 // The ticket that a stream of a thread block starts with.

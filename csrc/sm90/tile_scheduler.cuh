@@ -30,6 +30,7 @@ constexpr int kTileSlots = 4;  // of tiles that are under way
 //   bool together() const               they are at most 32, and take turns, if packed
 //   bool all_drawn() const              all tickets are drawn: each worker begins with begin()
 //   int run() const                     so many tickets, neighbours, are drawn at a time
+//   int missing(const Tile&) const      tickets from this one on, in its run, that have no tile
 template <typename Blocks>
 class TileScheduler {
  public:
@@ -103,7 +104,12 @@ class TileScheduler {
 
   __device__ Tile drawn_dense_tile() {
     tiles_ = schedule_.tickets;
-    return ticket_ < tiles_ ? tile_of_ticket(schedule_, ticket_) : Tile{0, 0, 0, -1};
+    if (ticket_ >= tiles_) return {0, 0, 0, -1};
+    Tile tile = tile_of_ticket(schedule_, ticket_);
+    const int missing = blocks_.missing(tile);
+    ticket_ -= missing;
+    tile.block += missing;
+    return tile;
   }
 
   // Of a packed sequence: those that the counter is of.
