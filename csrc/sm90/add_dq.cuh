@@ -120,9 +120,6 @@ __device__ void add_dq_of_heads(const BackwardParams& params,
     const Range tiles = key_blocks<Config::kBlockN>(mask, m_begin, m_begin + queries.rows);
     const bool first = n_block + 1 == tiles.end, complete = n_block == tiles.begin;
     const int place = queries.head % group * blocks + m_begin / kBlockM;
-    // What was added in the step before is in memory.
-    cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
-    shared.idle.hand_over();
     if (first) shared.idle.wait_rounded(place);
     shared.dq_pipeline.wait_stored(state);
     float* const target = accum + place * Config::kDqSize;
@@ -135,12 +132,11 @@ __device__ void add_dq_of_heads(const BackwardParams& params,
                                       cuda::ptx::op_add, target, source, sizeof(shared.dq[0]));
     }
     cuda::ptx::cp_async_bulk_commit_group();
-    if (complete) shared.idle.prepare(place, queries);
     cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
     shared.dq_pipeline.release_alone(state);
+    cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
+    if (complete) shared.idle.hand_over(place, queries);
   }
-  cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
-  shared.idle.hand_over();
   shared.idle.end_heads();
 }
 

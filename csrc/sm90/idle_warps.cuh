@@ -93,10 +93,9 @@ class IdleWarps {
     }
     at_work_ = 0;
     ended_ = false;
-    number_ = handed_ = 0;
-    for (int& number : numbers_) number = -1;
-    for (volatile int& number : rounded_) number = -1;
-    for (uint64_t& barrier : complete_) init_barrier(barrier, 1);
+    number_ = 0;
+    for (int& number : numbers_) number = -kRing;
+    complete_.init(kIdleWarps);
   }
 
   // By an adder, before its first step of a tile: waits until the head's workspace is clear.
@@ -119,44 +118,40 @@ class IdleWarps {
   // ---- Whole heads: row tiles of dQ that are complete, numbered through, in a ring. -------------
 
   // By an adder: waits until this row tile of the head before has been rounded.
-  __device__ void wait_rounded(int row_tile) { wait_for(numbers_[row_tile]); }
-  // By an adder: a row tile that it has added to for the last time.
-  __device__ void prepare(int row_tile, const StepQueries& queries) {
-    wait_for(number_ - kRing);
-    ring_[number_ % kRing] = {row_tile, queries};
-    numbers_[row_tile] = number_++;
+  __device__ void wait_rounded(int row_tile) {
+    const int number = numbers_[row_tile];
+    // Of an earlier one the stage has been filled again, so it has been rounded.
+    if (number < number_ - kRing) return;
+    complete_.wait_empty(Ring{static_cast<uint32_t>(number + kRing)});
   }
-  // By an adder: what it has prepared is in memory.
-  __device__ void hand_over() {
-    if (handed_ == number_) return;
-    arrive(complete_[handed_ % kRing]);
-    ++handed_;
+  // By an adder: a row tile that it has added to for the last time, which is in memory.
+  __device__ void hand_over(int row_tile, const StepQueries& queries) {
+    numbers_[row_tile] = number_;
+    hand_over({row_tile, queries});
   }
   // By an adder, when there are no more tiles.
-  __device__ void end_heads() {
-    for (int i = 0; i < kIdleWarps; ++i) {
-      wait_for(number_ - kRing);
-      ring_[number_++ % kRing].row_tile = -1;
-      hand_over();
-    }
-  }
+  __device__ void end_heads() { hand_over({-1, {}}); }
 
-  // By idle warp `index`: rounds every other row tile. accum: as add_dq_of_heads has it
+  // By idle warp `index`: rounds its share of the rows of each row tile, so that the place is soon
+  // free. accum: as add_dq_of_heads has it
   template <typename Config>
   __device__ void round_heads(const BackwardParams& params, const float* accum, int index,
                               int lane) {
     using T = typename Config::T;
+    constexpr int kShare = Config::kBlockM / kIdleWarps;
 #pragma unroll 1
-    for (int number = index;; number += kIdleWarps) {
-      wait(complete_[number % kRing], number / kRing % 2);
-      const Complete& tile = ring_[number % kRing];
+    for (Ring state;; state.advance()) {
+      complete_.wait_full(state);
+      const Complete& tile = ring_[state.stage()];
       if (tile.row_tile < 0) return;
       const StepQueries& queries = tile.queries;
-      round<T, Config::kBlockM>(
-          rows_of<T>(params.dq, queries.batch, queries.first_row + lane / 4, queries.head),
-          params.dq.row_stride, accum + tile.row_tile * Config::kDqSize, params.gradient_scale,
-          queries.rows - lane / 4, params.headdim, warps_[index], lane);
-      if (lane == 0) rounded_[index] = number;
+      const int row = index * kShare;
+      round<T, kShare>(
+          rows_of<T>(params.dq, queries.batch, queries.first_row + row + lane / 4, queries.head),
+          params.dq.row_stride, accum + tile.row_tile * Config::kDqSize + row * kHeadDim,
+          params.gradient_scale, queries.rows - row - lane / 4, params.headdim, warps_[index], lane,
+          state.count);
+      complete_.release(state, lane);
     }
   }
 
@@ -186,7 +181,8 @@ class IdleWarps {
         const int first_row = tile % blocks * kBlockM + lane / 4;
         round<typename Config::T, kBlockM>(
             rows_of<typename Config::T>(params.dq, batch, first_row, head), params.dq.row_stride,
-            accum, params.gradient_scale, params.seqlen_q - first_row, params.headdim, warp, lane);
+            accum, params.gradient_scale, params.seqlen_q - first_row, params.headdim, warp, lane,
+            0);
       }
     }
   }
@@ -233,12 +229,13 @@ class IdleWarps {
     __syncwarp();
   }
 
-  // target: the lane's first row; left: rows from there on
-  template <typename T, int kBlockM>
+  // kTileRows rows of a row tile.
+  // target: the lane's first row; left: rows from there on; calls: earlier ones of this warp
+  template <typename T, int kTileRows>
   __device__ void round(T* target, int64_t row_stride, const float* accum, float scale, int left,
-                        int headdim, Warp& warp, int lane) {
-    constexpr int kChunks = kBlockM / kRows;
-    static_assert(kChunks % (2 * kStages) == 0);  // so that barriers end in the phase they began in
+                        int headdim, Warp& warp, int lane, uint32_t calls) {
+    constexpr int kChunks = kTileRows / kRows;
+    static_assert(kChunks % kStages == 0);
     const auto load = [&](int chunk, int stage) {
       if (lane != 0) return;
       constexpr int kBytes = sizeof(warp.rows[0]);
@@ -250,8 +247,8 @@ class IdleWarps {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) load(i, i);
 #pragma unroll 1
-    for (int octet = 0; octet < kBlockM / 8; ++octet) {
-      const PipelineState<kStages> state{static_cast<uint32_t>(octet) / 2};
+    for (int octet = 0; octet < kTileRows / 8; ++octet) {
+      const PipelineState<kStages> state{calls * kChunks + static_cast<uint32_t>(octet) / 2};
       wait(warp.full[state.stage()], state.phase());
       const auto* const source = reinterpret_cast<const float2*>(warp.rows[state.stage()] + lane);
       round_octet<T, kHeadDim / 8>(target, source + octet % 2, scale, left > 0, headdim, lane);
@@ -263,28 +260,30 @@ class IdleWarps {
     }
   }
 
-  // Waits until the row tile with this number has been rounded.
-  __device__ void wait_for(int number) {
-    while (number >= 0 && rounded_[number % kIdleWarps] < number) {
-    }
-  }
-
   struct Complete {
     int row_tile;  // of the workspace; -1: there are no more
     StepQueries queries;
   };
   static constexpr int kRing = 4;
+  using Ring = PipelineState<kRing>;
+
+  __device__ void hand_over(const Complete& tile) {
+    const Ring state{static_cast<uint32_t>(number_)};
+    complete_.wait_empty(state);
+    ring_[state.stage()] = tile;
+    arrive(complete_.full[state.stage()]);
+    ++number_;
+  }
 
   Warp warps_[kIdleWarps];
   volatile int at_work_;  // the first row tile of the head at work
   volatile bool ended_;
 
   Complete ring_[kRing];
-  uint64_t complete_[kRing];
-  volatile int rounded_[kIdleWarps];  // the last number that each warp has rounded
-  // Of the adder alone: how many it has prepared and handed over, and the last number of each row
-  // tile of the workspace.
-  int number_, handed_;
+  Pipeline<kRing> complete_;  // a stage is empty when all idle warps have rounded their shares
+  // Of the adder alone: how many it has handed over, and the last number of each row tile of the
+  // workspace; -kRing: none.
+  int number_;
   int numbers_[kMostHeadTiles];
 };
 
