@@ -99,7 +99,7 @@ __device__ int batch_of_row_tile(const BackwardParams& params, int row_tile,
 }
 
 // The same of whole heads, in a workspace of the thread block, `accum`: (row tiles of a head,
-// elements of a row tile). The first tile stores; after the last one an idle warp rounds.
+// elements of a row tile). The first tile stores; after the last one the idle warps round.
 template <typename Config>
 __device__ void add_dq_of_heads(const BackwardParams& params,
                                 typename Config::SharedStorage& shared, float* accum) {

@@ -64,6 +64,7 @@ int64_t head_steps(const BackwardParams& params) {
 template <typename Config>
 BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   BackwardSchedule schedule{};
+  schedule.group = params.nheads / params.nheads_kv;
   schedule.heads = params.nheads_kv;
   schedule.heads_of_kv = 1;
   schedule.head_blocks = 1;
@@ -109,6 +110,7 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
     }
   }
   schedule.last_section = schedule.section;
+  schedule.complete();
   return schedule;
 }
 

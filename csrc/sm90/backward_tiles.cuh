@@ -17,6 +17,7 @@ enum Tail { kTailOfK, kTailOfV, kTailOfQ, kTailOfDout, kTails };
 
 // What the host decides about a launch.
 struct BackwardSchedule : TileSchedule {
+  int group;                        // query heads of a head of K and V
   bool clear_tail_q, clear_tail_k;  // there may be anything but zeros behind a sequence's last row
   bool lengths_on_device;           // to know a tile, device memory is read
   bool lone;  // no sequence has more than one tile, which writes its dQ itself
@@ -156,8 +157,7 @@ struct KeyTileRange {
   // head would wait for each other.
   __device__ StepIterator steps(const BackwardParams& params, const BackwardSchedule& schedule,
                                 const Tile& tile) const {
-    const int group = params.nheads / params.nheads_kv;
-    const int blocks = m_blocks.end - m_blocks.begin;
+    const int group = schedule.group, blocks = m_blocks.end - m_blocks.begin;
     if (blocks <= 0) return {};
     const int head = tile.head_kv * group;
     const int first = schedule.rotated ? first_block() : m_blocks.end - 1;

@@ -171,8 +171,8 @@ struct Producer {
       using Query = typename Config::Query;
       if (lane < kParts<Query, Config::kHeadDim>) {
         ptx::prefetch_box(&maps.q, ptx::opaque(lane) * kBoxCols<Query>,
-                          ptx::opaque(tile.head) % schedule.heads_of_kv, sequence.q_first + m_begin,
-                          tile.head_kv, sequence.q_batch);
+                          schedule.head_of_group(tile), sequence.q_first + m_begin, tile.head_kv,
+                          sequence.q_batch);
       }
       return;
     }
@@ -186,8 +186,8 @@ struct Producer {
     if (lane < kQParts) {
       const int part = ptx::opaque(lane);
       load_box(shared.q[stage] + lane * Config::kBlockM * kBoxCols<T>, maps.q, full, part,
-               ptx::opaque(tile.head) % schedule.heads_of_kv, sequence.q_first + m_begin,
-               tile.head_kv, sequence.q_batch);
+               schedule.head_of_group(tile), sequence.q_first + m_begin, tile.head_kv,
+               sequence.q_batch);
     }
   }
 

@@ -106,6 +106,7 @@ ForwardSchedule make_schedule(const ForwardParams& params, int whole, bool apart
   schedule.together = masked && params.cu_seqlens_q != nullptr && splits == 1 &&
                       params.batch <= kSequencesTogether && most > multiprocessors() &&
                       most <= int64_t{kLastTiles} * multiprocessors();
+  schedule.complete();
   return schedule;
 }
 

@@ -71,7 +71,7 @@ struct QuantisedEpilogue {
       if (!schedule.boxes_out || !whole) {
         store_staged_rows(target(), params.headdim_v, rows, lane);
       } else if (lane == 0) {
-        store_boxes<Config::kHeadDimV>(maps.out, rows, tile.head % schedule.heads_of_kv,
+        store_boxes<Config::kHeadDimV>(maps.out, rows, schedule.head_of_group(tile),
                                        tile.range.sequence.q_first + first, tile.head_kv,
                                        tile.range.sequence.q_batch);
       }

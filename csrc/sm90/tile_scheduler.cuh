@@ -131,11 +131,12 @@ class TileScheduler {
       const int middle = (block + end) / 2;
       (tiles_from(middle) > ticket_ ? block : end) = middle;
     }
-    const int rest = ticket_ - tiles_from(block + 1), turn = rest / heads, head = rest % heads;
+    const int rest = ticket_ - tiles_from(block + 1);
+    const int turn = schedule_.of_heads.quotient(rest), head = rest - turn * heads;
     const unsigned have_block = __ballot_sync(0xffffffff, blocks > block);
     const bool found = blocks > block && __popc(have_block & ((1u << lane_) - 1)) == turn;
     const int batch = __ffs(__ballot_sync(0xffffffff, found)) - 1;
-    return {block, head, head / schedule_.heads_of_kv, batch, 0, 1};
+    return {block, head, schedule_.of_heads_of_kv.quotient(head), batch, 0, 1};
   }
 
   // Sequences one after the other. Tickets of one thread block only grow, so the search goes on
@@ -157,14 +158,15 @@ class TileScheduler {
         const int found = __ffs(later) - 1;
         const int within = rest - __shfl_sync(0xffffffff, end - tiles, found);
         blocks = __shfl_sync(0xffffffff, blocks, found);
-        const int tile = splits == 1 ? within : within / splits;
-        const int block = blocks - 1 - tile / heads, head = tile % heads;
+        const int tile = schedule_.of_splits.quotient(within);
+        const int row = schedule_.of_heads.quotient(tile), head = tile - row * heads;
+        const int block = blocks - 1 - row;
         const int batch = first_batch_ + found;
         return {block,
                 head,
-                head / schedule_.heads_of_kv,
+                schedule_.of_heads_of_kv.quotient(head),
                 batch,
-                splits == 1 ? 0 : within % splits,
+                within - tile * splits,
                 splits,
                 (batch * heads + head) * schedule_.blocks + block};
       }

@@ -470,20 +470,20 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     });
   } else {
     ptx::setmaxnreg_dec<Config::kHelperRegisters>();
-    if (role_warp == 0) {
+    // Found again: ptxas would keep it in memory.
+    const int helper = warp_uniform(threadIdx.x / 32) % Config::kWarps;
+    if (helper == 0) {
       produce_wide(BackwardProducer<Config>{params, maps, schedule, shared, lane}, tiles);
-    }
-    if (role_warp == 1) {
+    } else if (helper == 1) {
       ptx::wait_for_earlier_kernels();
       ptx::let_next_kernel_start();
       for_each_tile([&](const Tile&, const KeyTileRange<Config>&, const StepIterator& step) {
         if (lane == 0) send_ds<Config>(shared, step.left, tiles);
       });
-    }
-    if (role_warp >= 2) {
+    } else {
       ptx::wait_for_earlier_kernels();
       const auto chunks_of = [&](int row_tile) { return dq_chunks<Config>(rank, row_tile); };
-      if (lane == 0) add_dq<Config>(params, schedule, shared, chunks_of, role_warp - 2, rank);
+      if (lane == 0) add_dq<Config>(params, schedule, shared, chunks_of, helper - 2, rank);
     }
     __syncwarp();
   }

@@ -37,6 +37,7 @@ int main() {
     const int heads = batch * schedule.heads * (all_divided ? schedule.splits : 1);
     schedule.section = random_from(1, heads);
     schedule.last_section = random_from(1, heads);
+    schedule.complete();
 
     std::set<std::tuple<int, int, int, int>> parts;
     std::set<std::tuple<int, int, int>> divided;
