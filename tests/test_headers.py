@@ -228,7 +228,7 @@ def test_whole_heads(tmp_path: Path, build_support: ModuleType) -> None:
     }
     plans = backward_plans(list(shapes), tmp_path, build_support)
     for (shape, wanted), (_, plan) in zip(shapes.items(), plans, strict=True):
-        assert plan[-1] == wanted, shape
+        assert plan[5] == wanted, shape
 
 
 def test_whole_heads_of_packed_sequences(tmp_path: Path, build_support: ModuleType) -> None:
@@ -287,7 +287,7 @@ def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
     for ((batch, seqlen, nheads, nheads_kv, _), works), (wanted, plan) in zip(
         shapes.items(), planned, strict=True
     ):
-        steps, head_tiles, tiles, cleared, ahead, _ = plan
+        steps, head_tiles, tiles, cleared, ahead, *_ = plan
         assert steps == (wanted if works else 0)
         if not works:
             continue
@@ -296,6 +296,34 @@ def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
         assert tiles == batch * nheads * row_blocks
         assert cleared % head_tiles == 0 and ahead >= cleared
         assert cleared // head_tiles * (seqlen // 128) >= 132
+
+
+def test_unequal_parts(tmp_path: Path, build_support: ModuleType) -> None:
+    """Where tiles are few and differ in length, most parts run at once and are about as long."""
+    shapes = {  # batch, seqlen, nheads, nheads_kv, causal: whether they have such parts
+        (1, 512, 32, 8, True): True,
+        (2, 512, 32, 8, True): True,
+        (1, 1024, 28, 4, True): True,
+        (1, 1024, 16, 16, True): True,
+        (1, 2048, 32, 8, True): False,  # equally many have fewer heads in use at a time
+        (1, 8192, 4, 1, True): False,  # 64 blocks of keys
+        (16, 1024, 16, 16, True): False,  # many tiles
+        (1, 1024, 16, 16, False): False,
+    }
+    planned = backward_plans(list(shapes), tmp_path, build_support)
+    for ((batch, seqlen, nheads, nheads_kv, _), unequal), (_, plan) in zip(
+        shapes.items(), planned, strict=True
+    ):
+        parts = plan[6:]
+        assert bool(parts) == unequal, (batch, seqlen, nheads, nheads_kv)
+        if not unequal:
+            continue
+        row_blocks, group = seqlen // 64, nheads // nheads_kv
+        steps = [group * (row_blocks - 2 * key) for key in range(seqlen // 128)]
+        longest = [-(-n // k) for n, k in zip(steps, parts, strict=True)]
+        assert parts == sorted(parts, reverse=True) and parts[0] > parts[-1]
+        assert max(longest) < 2 * batch * nheads_kv * sum(steps) / 132
+        assert sum(parts) * batch * nheads_kv < 1.25 * 132
 
 
 def test_plan_without_room_for_a_cluster(tmp_path: Path, build_support: ModuleType) -> None:

@@ -27,14 +27,14 @@ struct EndConfig {
 };
 
 // dK and dV of a divided tile: the sum of its parts, always in the same order.
-// block: of those of the tile at `place`, whether there is one or not
+// number: of the tile among those that are divided; block: of those of this tile
 template <typename Config>
-__device__ void add_parts(const BackwardParams& params, const BackwardSchedule& schedule, int place,
-                          int block, int warp, int lane) {
+__device__ void add_parts(const BackwardParams& params, const BackwardSchedule& schedule,
+                          int number, int block, int warp, int lane) {
   using End = EndConfig<Config>;
   using Layout = PartLayout<Config>;
-  const Tile tile = schedule.whole == 0 ? divided_tile(schedule, place)
-                                        : dense_tile(schedule, schedule.whole + place);
+  const Tile tile = divided_key_tile(schedule, number);
+  if (tile.parts == 1) return;
   const KeyTileRange<Config> range(params, schedule, tile);
   const int group = block / End::kCols * (End::kKeys / 16) + warp;
   const int col = block % End::kCols * kPartCols, key = range.n_begin + group * 16;
@@ -42,9 +42,28 @@ __device__ void add_parts(const BackwardParams& params, const BackwardSchedule& 
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
   if (range.n_begin < 0 || range.n_begin >= range.sequence.seqlen_k) return;
+  // So many are on their way at a time; behind the last one, that one again, which is not added.
+  constexpr int kAtOnce = 4;
   float x[1][kPartCols / 8][4] = {};
-#pragma unroll 4
-  for (int i = 0; i < schedule.splits; ++i) add_part(x, part + i * Layout::kPartSize, lane);
+#pragma unroll 1
+  for (int i = 0; i < tile.parts; i += kAtOnce) {
+    float4 y[kAtOnce][kPartCols / 8];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const float4* const source = part + min(i + j, tile.parts - 1) * Layout::kPartSize + lane;
+#pragma unroll
+      for (int n = 0; n < kPartCols / 8; ++n) y[j][n] = __ldcg(source + n * 32);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const bool is_one = i + j < tile.parts;
+#pragma unroll
+      for (int n = 0; n < kPartCols / 8; ++n) {
+        x[0][n][0] += is_one ? y[j][n].x : 0, x[0][n][1] += is_one ? y[j][n].y : 0;
+        x[0][n][2] += is_one ? y[j][n].z : 0, x[0][n][3] += is_one ? y[j][n].w : 0;
+      }
+    }
+  }
   if (col < Config::kHeadDim) {
     store_gradient<Config, false>(params, tile.batch, tile.head_kv, key, col, x, lane);
   } else {
@@ -77,7 +96,7 @@ __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBl
   // In order, nobody has stored dQ of queries that see no key.
   const bool zero = params.dq_turn != nullptr && params.dq_turn[tile.place * Config::kDqTurns] == 0;
   constexpr int kChunkTiles = Config::kDqChunkCols / 8;
-  constexpr int kCols = kHeadDim <= 128 ? kHeadDim : 32;  // at once
+  constexpr int kCols = kHeadDim <= 128 ? kHeadDim : kHeadDim / 2;  // at once
 #pragma unroll
   for (int col = 0; col < kHeadDim; col += kCols) {
     float dq[kCols / 8][4];
@@ -100,17 +119,20 @@ __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBl
 }
 
 // Grid: (part_blocks + tiles * nheads), without the latter if the main kernel writes dQ.
-// part_blocks: thread blocks that add parts
+// part_blocks: thread blocks that add parts, none without kAddsParts
 // When it starts the rows kernel has ended, and with it what has written lengths: they may be read
 // in front of the wait.
-template <typename Config>
-__global__ void __launch_bounds__(EndConfig<Config>::kThreads)
+// To fit more thread blocks on an SM, the compiler would have few loads of a thread under way.
+template <typename Config, bool kAddsParts>
+__global__ void __launch_bounds__(EndConfig<Config>::kThreads,
+                                  (kAddsParts || Config::kHeadDim > 128 ? 512 : 1024) /
+                                      EndConfig<Config>::kThreads)
     backward_end_kernel(const __grid_constant__ BackwardParams params,
                         const __grid_constant__ BackwardSchedule schedule,
                         const __grid_constant__ SequenceTiles tiles, int part_blocks) {
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int block = blockIdx.x;
-  if (block < part_blocks) {
+  if (kAddsParts && block < part_blocks) {
     constexpr int kBlocks = EndConfig<Config>::kBlocks;
     add_parts<Config>(params, schedule, block / kBlocks, block % kBlocks, warp, lane);
   } else {

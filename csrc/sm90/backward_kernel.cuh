@@ -73,7 +73,7 @@ __device__ void produce(BackwardProducer<Config> producer) {
   PipelineState<Config::kKvStages> kv_state;
   PipelineState<Config::kStages> state;
   for (;; next_tile(scheduler, schedule, shared.tiles.sent(tile_state).block)) {
-    const Tile tile = scheduler.tile();
+    const Tile tile = key_tile(schedule, scheduler.tile());
     if (tile.batch < 0) {
       producer.announce_end(state.count);
     }
@@ -349,10 +349,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int helper = warp_uniform(threadIdx.x / 32) - Config::kConsumerWarps;
     if (helper == 0) {
       produce(BackwardProducer<Config>{params, maps, schedule, shared, lane});
-    } else {
-      ptx::wait_for_earlier_kernels();
     }
-    if (helper == 1) ptx::let_next_kernel_start();
+    ptx::wait_for_earlier_kernels();
+    // When no tile is left: earlier, all thread blocks of the end kernel would crowd the few SMs
+    // that are free first.
+    if (helper == 0) ptx::let_next_kernel_start();
     if (helper >= 1 && schedule.lone) {
       write_dq<Config>(params, shared, helper - 1, lane);
     } else if (helper >= 1 && schedule.head_tiles > 0) {

@@ -95,19 +95,23 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   if (schedule.rotated) {
     schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
   }
-  if (Config::kHasIdleWarps && !schedule.lone && (packed || !schedule.lengths_on_device)) {
-    if (takes_whole_heads(params, Config::kBlockM, Config::kBlockN, workers, Config::kHeadDim,
-                          Config::kHeadDimV)) {
-      schedule.head_blocks = schedule.blocks;
-      schedule.head_tiles = (params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM *
-                            (params.nheads / params.nheads_kv);
-      schedule.splits = schedule.section = 1;
-      schedule.whole = schedule.tickets = schedule.tiles;
-      schedule.rotated = schedule.packed_tickets = false;
-    } else if (!packed && !params.deterministic) {
-      schedule.idle = plan_idle_work(params, plan, head_steps<Config>(params), Config::kBlockM,
-                                     Config::kBlockN, workers);
-    }
+  const bool has_idle_warps =
+      Config::kHasIdleWarps && !schedule.lone && (packed || !schedule.lengths_on_device);
+  if (has_idle_warps && takes_whole_heads(params, Config::kBlockM, Config::kBlockN, workers,
+                                          Config::kHeadDim, Config::kHeadDimV)) {
+    schedule.head_blocks = schedule.blocks;
+    schedule.head_tiles = (params.seqlen_q + Config::kBlockM - 1) / Config::kBlockM *
+                          (params.nheads / params.nheads_kv);
+    schedule.splits = schedule.section = 1;
+    schedule.whole = schedule.tickets = schedule.tiles;
+    schedule.rotated = schedule.packed_tickets = false;
+  } else if (plan.unequal.blocks > 0) {
+    schedule.unequal = plan.unequal;
+    schedule.blocks = plan.unequal.first[plan.unequal.blocks];
+    schedule.whole = schedule.tickets = schedule.tiles = static_cast<int>(heads * schedule.blocks);
+  } else if (has_idle_warps && !packed && !params.deterministic) {
+    schedule.idle = plan_idle_work(params, plan, head_steps<Config>(params), Config::kBlockM,
+                                   Config::kBlockN, workers);
   }
   schedule.last_section = schedule.section;
   schedule.complete();
@@ -194,10 +198,12 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   if (schedule.idle.head_steps > 0) {
     wanted.add("dq_progress", params.dq_progress, DqProgress(params).size(tiles));
   }
-  if (schedule.splits > 1) {
+  if (schedule.divided_tiles() > 0) {
+    const int64_t parts = schedule.unequal.blocks > 0
+                              ? schedule.tiles
+                              : int64_t{1} * schedule.divided_tiles() * schedule.splits;
     wanted.add("partial_dkv", params.partial_dkv,
-               int64_t{1} * (schedule.tiles - schedule.whole) * schedule.splits * Config::kBlockN *
-                   (Config::kHeadDim + Config::kHeadDimV));
+               parts * Config::kBlockN * (Config::kHeadDim + Config::kHeadDimV));
   }
   const int64_t key_tiles = params.cu_seqlens_k == nullptr || schedule.head_tiles > 0
                                 ? schedule.tickets / schedule.head_blocks
@@ -230,11 +236,12 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     launch(std::array{placed.rotated ? together() : overlapping()}, kKernel, grid, Config::kThreads,
            bytes, stream, "launch of the sm90 backward kernel", bound, maps, placed, scale_log2);
     using End = EndConfig<Config>;
-    const int part_blocks =
-        schedule.splits == 1 ? 0 : End::kBlocks * (schedule.tiles - schedule.whole);
+    const int part_blocks = End::kBlocks * schedule.divided_tiles();
     const int end_blocks = part_blocks + (schedule.writes_dq() ? 0 : end_rows);
     if (end_blocks == 0) return;
-    launch(copying, backward_end_kernel<Config>, end_blocks, End::kThreads, 0, stream,
+    const auto end_kernel =
+        part_blocks > 0 ? backward_end_kernel<Config, true> : backward_end_kernel<Config, false>;
+    launch(copying, end_kernel, end_blocks, End::kThreads, 0, stream,
            "launch of the sm90 end kernel", bound, schedule, of_queries, part_blocks);
   };
 }

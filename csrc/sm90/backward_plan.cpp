@@ -20,6 +20,9 @@ constexpr int kLeastSteps = 2;  // of a part of the longest tile
 // Of the tiles left over: their parts take memory, and each has its ends.
 constexpr int kMostSplits = 32, kMostRounds = 2;
 
+// Tiles have unequally many parts, at most so many, if there are few tiles for each worker.
+constexpr int64_t kUnequalTiles = 3, kMostUnequalParts = 64;
+
 // What the parts of all tiles may take in memory: this much, or half of what dQ takes in float32.
 // In order, where shorter parts wait less, all of it, as long as a part has so many queries.
 constexpr int64_t kPartsBytes = 64 << 20, kOrderedQueries = 16384;
@@ -63,9 +66,13 @@ struct PartTimes {
   float step;   // over a block of queries
   float leave;  // if there are several parts: dK and dV of one, in float32
   float sum;    // of these, by all SMs, for one part
-};
 
-constexpr float kSumLaunch = 3.f;
+  // Of so many parts, `most` of one tile, which are added one after the other.
+  float sums(int64_t parts, int64_t most) const {
+    constexpr float kLaunch = 3, kAdd = 0.2f;
+    return parts > 0 ? kLaunch + parts * sum + most * kAdd : 0;
+  }
+};
 
 PartTimes part_times(int block_n, int headdim, int headdim_v) {
   const float bytes = 4.f * block_n * (headdim + headdim_v);
@@ -142,7 +149,7 @@ float predicted_time(const BackwardWork& work, const PartTimes& times, const Div
                      int64_t section, int workers) {
   const int splits = division.splits;
   const float ends = times.ends + (splits > 1 ? times.leave : 0);
-  const float sums = splits > 1 ? kSumLaunch + work.tiles * splits * times.sum : 0;
+  const float sums = splits > 1 ? times.sums(work.tiles * splits, splits) : 0;
   const auto time = [&](int64_t blocks) {
     return ends + division.steps(blocks, work.most) * times.step;
   };
@@ -196,11 +203,34 @@ TimedPlan divide_leftover(TimedPlan best, const PartTimes& times, int64_t tiles,
     const int64_t parts = leftover * splits, rounds = (parts + workers - 1) / workers;
     if (rounds > kMostRounds) break;
     const float part = times.ends + times.leave + (steps + splits - 1) / splits * times.step;
-    const float time = factor * (whole + rounds * part + kSumLaunch + parts * times.sum);
+    const float time = factor * (whole + rounds * part + times.sums(parts, splits));
     if (time >= best.time) continue;
     best = {{splits, best.plan.section, static_cast<int>(tiles - leftover)}, time};
   }
   return best;
+}
+
+// All tiles of dense sequences in parts of so many steps, or fewer.
+// factor: of all times
+TimedPlan divide_unequally(const BackwardWork& work, const PartTimes& times, int group,
+                           int64_t steps, int workers, float factor) {
+  const HeadWork& head = work.heads.front();
+  UnequalParts unequal{};
+  std::vector<Work> all;
+  int64_t divided = 0, most = 0;  // parts: of divided tiles, of a tile
+  for (const int64_t blocks : head.blocks) {
+    const int64_t parts = std::max<int64_t>((blocks * group + steps - 1) / steps, 1);
+    unequal.first[unequal.blocks + 1] = unequal.first[unequal.blocks] + static_cast<int>(parts);
+    ++unequal.blocks;
+    const int64_t longest = (blocks * group + parts - 1) / parts;
+    const float leave = parts > 1 ? times.leave : 0;
+    all.push_back({head.heads * parts, times.ends + leave + longest * times.step});
+    if (parts > 1) divided += parts;
+    most = std::max(most, parts);
+  }
+  const float sums = times.sums(head.heads * divided, most);
+  const BackwardPlan plan{1, static_cast<int>(head.heads), 0, unequal};
+  return {plan, factor * (sums + makespan(all, workers))};
 }
 
 }  // namespace
@@ -255,6 +285,20 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
     }
     if (splits == 1 && !packed && !ordered && work.least == work.most) {
       best = divide_leftover(best, times, tiles, work.most * group, workers, factor);
+    }
+  }
+  if (!packed && !ordered && blocks <= kMostUnequalBlocks && tiles <= kUnequalTiles * workers) {
+    const float factor = cache_factor(std::min<int64_t>(heads, workers) * head_bytes * group);
+    const float even = 1.f * work.blocks * group / workers;
+    for (float relative = 0.95f; relative < 2; relative *= 1.06f) {
+      const auto steps = std::max<int64_t>(std::ceil(even * relative), kLeastSteps);
+      if (work.most * group > kMostUnequalParts * steps) continue;
+      const TimedPlan plan = divide_unequally(work, times, group, steps, workers, factor);
+      const int64_t parts = plan.plan.unequal.first[blocks];
+      if (parts > blocks && heads * parts * part_bytes <= std::max(kPartsBytes, dq_bytes / 2) &&
+          plan.time < best.time) {
+        best = plan;
+      }
     }
   }
   return best.plan;

@@ -6,6 +6,7 @@
 
 #include "params.h"
 #include "sm90/idle_work.h"
+#include "sm90/unequal_parts.h"
 
 namespace flash::sm90 {
 
@@ -13,6 +14,7 @@ struct BackwardPlan {
   int splits;   // parts of a divided tile
   int section;  // heads of K and V, over all batch entries; each part of a divided one counts
   int whole;    // tiles that are not divided: the first ones
+  UnequalParts unequal;  // if it has any, all tiles have these parts instead
 };
 
 // For a kernel of these head dims: steps of block_m queries, tiles of block_n keys; so many workers

@@ -9,6 +9,7 @@
 #include "sm90/idle_work.h"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile_scheduler.cuh"
+#include "sm90/unequal_tiles.h"
 
 namespace flash::sm90 {
 
@@ -31,12 +32,34 @@ struct BackwardSchedule : TileSchedule {
   // 1 if tickets are of packed sequences, one after the other. Those of whole heads are counted as
   // if all sequences were as long as the longest.
   int packed_tickets;
+  UnequalParts unequal;  // of dense sequences, if it has any
 
   // The main kernel writes dQ, where some key is seen.
   bool writes_dq() const { return lone || head_tiles > 0; }
 
   IdleWork idle;
+
+  // Those of which the end kernel adds up parts, if they have several.
+  __host__ __device__ int divided_tiles() const {
+    if (unequal.blocks > 0) return tiles / blocks * unequal.blocks;
+    return splits == 1 ? 0 : tiles - whole;
+  }
 };
+
+// The tile or part with a ticket. tile: as the scheduler has it
+__device__ inline Tile key_tile(const BackwardSchedule& schedule, const Tile& tile) {
+  if (schedule.unequal.blocks == 0 || tile.batch < 0) return tile;
+  return unequal_part(schedule, schedule.unequal, tile);
+}
+
+// One of divided_tiles().
+__device__ inline Tile divided_key_tile(const BackwardSchedule& schedule, int number) {
+  if (schedule.unequal.blocks > 0) return unequal_tile(schedule, schedule.unequal, number);
+  if (schedule.whole == 0) return divided_tile(schedule, number);
+  Tile tile = dense_tile(schedule, schedule.whole + number);
+  tile.parts = schedule.splits;
+  return tile;
+}
 
 // Tiles are blocks of keys: how many each sequence has, for the scheduler.
 template <int kBlockN, bool kMayBeWholeHeads = false>

@@ -116,7 +116,7 @@ __device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config
   if (rank == 0) scheduler.begin();
   uint32_t count = 0;  // steps
   for (;;) {
-    rank == 0 ? tiles.send(scheduler.tile()) : tiles.expect();
+    rank == 0 ? tiles.send(key_tile(schedule, scheduler.tile())) : tiles.expect();
     const Tile tile = tiles.look();
     if (tile.batch < 0) {
       producer.announce_end(count);
@@ -474,9 +474,10 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     const int helper = warp_uniform(threadIdx.x / 32) % Config::kWarps;
     if (helper == 0) {
       produce_wide(BackwardProducer<Config>{params, maps, schedule, shared, lane}, tiles);
+      ptx::wait_for_earlier_kernels();
+      ptx::let_next_kernel_start();  // when no tile is left: see backward_kernel
     } else if (helper == 1) {
       ptx::wait_for_earlier_kernels();
-      ptx::let_next_kernel_start();
       for_each_tile([&](const Tile&, const KeyTileRange<Config>&, const StepIterator& step) {
         if (lane == 0) send_ds<Config>(shared, step.left, tiles);
       });

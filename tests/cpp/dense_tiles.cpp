@@ -1,6 +1,8 @@
 // The order of tiles (sm90/dense_tiles.h), compiled for the host: tickets name every part of every
-// tile once, longest tiles of a section first, and divided tiles have places of their own.
+// tile once, longest tiles of a section first, and divided tiles have places of their own. The same
+// of tiles with unequally many parts (sm90/unequal_tiles.h).
 #include "sm90/dense_tiles.h"
+#include "sm90/unequal_tiles.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -19,9 +21,50 @@ void expect(bool holds, const char* what, int ticket) {
   std::exit(1);
 }
 
+// Tickets name each part of each tile once, those of the first keys first, and parts of divided
+// tiles have places of their own.
+void expect_unequal_parts() {
+  UnequalParts unequal{};
+  unequal.blocks = random_from(1, kMostUnequalBlocks);
+  for (int i = 0; i < unequal.blocks; ++i) {
+    unequal.first[i + 1] = unequal.first[i] + random_from(1, 5);
+  }
+  const int batch = random_from(1, 3), of_head = unequal.first[unequal.blocks];
+  TileSchedule schedule{};
+  schedule.splits = schedule.heads_of_kv = 1;
+  schedule.heads = random_from(1, 3);
+  schedule.blocks = of_head;
+  schedule.tiles = schedule.whole = schedule.tickets = batch * schedule.heads * of_head;
+  schedule.section = schedule.last_section = batch * schedule.heads;
+  schedule.complete();
+
+  std::set<std::tuple<int, int, int, int>> parts;
+  std::set<int> places;
+  for (int ticket = 0, last_block = 0; ticket < schedule.tickets; ++ticket) {
+    const Tile tile = unequal_part(schedule, unequal, tile_of_ticket(schedule, ticket));
+    const int n_block = schedule.blocks - 1 - tile.block;
+    expect(n_block >= last_block && n_block < unequal.blocks, "no such block", ticket);
+    expect(tile.batch >= 0 && tile.batch < batch && tile.head >= 0 && tile.head < schedule.heads &&
+               tile.head_kv == tile.head,
+           "no such head", ticket);
+    expect(tile.parts == unequal.first[n_block + 1] - unequal.first[n_block], "parts", ticket);
+    expect(tile.part >= 0 && tile.part < tile.parts, "no such part", ticket);
+    expect(parts.emplace(tile.batch, tile.head, n_block, tile.part).second, "twice", ticket);
+    const int place = tile.place + tile.part;
+    expect(place < schedule.tiles && places.insert(place).second, "another's place", ticket);
+    const int number = (tile.batch * schedule.heads + tile.head) * unequal.blocks + n_block;
+    const Tile first = unequal_tile(schedule, unequal, number);
+    expect(first.batch == tile.batch && first.head == tile.head && first.block == tile.block &&
+               first.part == 0 && first.parts == tile.parts && first.place == tile.place,
+           "first", ticket);
+    last_block = n_block;
+  }
+}
+
 auto tile_name(const Tile& tile) { return std::tuple(tile.batch, tile.head, tile.block); }
 
 int main() {
+  for (int i = 0; i < 500; ++i) expect_unequal_parts();
   for (int i = 0; i < 2000; ++i) {
     TileSchedule schedule{};
     const int batch = random_from(1, 4);

@@ -1,0 +1,52 @@
+// Tiles of a Hopper backward that differ in length, and their parts. Under a causal mask the first
+// keys are seen by most queries. A longer tile has more parts, so that all parts are about equally
+// long. The schedule counts the parts of a head as its blocks. Those of the first keys are handed
+// out first.
+#pragma once
+
+#include "sm90/dense_tiles.h"
+#include "sm90/unequal_parts.h"
+
+namespace flash::sm90 {
+
+// The block of keys that a part of a head belongs to.
+__device__ inline int block_of_part(const UnequalParts& unequal, int part) {
+  int block = 0;
+#pragma unroll 1
+  for (int step = kMostUnequalBlocks / 2; step > 0; step /= 2) {
+    if (block + step < unequal.blocks && unequal.first[block + step] <= part) block += step;
+  }
+  return block;
+}
+
+// Makes a tile of a head the one with these keys, and its first part.
+__device__ inline void set_keys(const TileSchedule& schedule, const UnequalParts& unequal,
+                                int n_block, Tile& tile) {
+  const int first = unequal.first[n_block];
+  tile.block = schedule.blocks - 1 - n_block;
+  tile.part = 0;
+  tile.parts = unequal.first[n_block + 1] - first;
+  tile.place = (tile.batch * schedule.heads + tile.head) * schedule.blocks + first;
+}
+
+// The part that the scheduler has as a tile.
+__device__ inline Tile unequal_part(const TileSchedule& schedule, const UnequalParts& unequal,
+                                    Tile tile) {
+  const int part = schedule.blocks - 1 - tile.block, n_block = block_of_part(unequal, part);
+  set_keys(schedule, unequal, n_block, tile);
+  tile.part = part - unequal.first[n_block];
+  return tile;
+}
+
+// Tile `number` of all heads, with its first part.
+__device__ inline Tile unequal_tile(const TileSchedule& schedule, const UnequalParts& unequal,
+                                    int number) {
+  const int batch_head = number / unequal.blocks;
+  const int batch = schedule.of_heads.quotient(batch_head);
+  const int head = batch_head - batch * schedule.heads;
+  Tile tile{0, head, schedule.of_heads_of_kv.quotient(head), batch};
+  set_keys(schedule, unequal, number - batch_head * unequal.blocks, tile);
+  return tile;
+}
+
+}  // namespace flash::sm90
