@@ -298,6 +298,25 @@ def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
         assert cleared // head_tiles * (seqlen // 128) >= 132
 
 
+def test_key_blocks_of_ampere(tmp_path: Path, build_support: ModuleType) -> None:
+    """Each part of each block of keys once; if they differ much in length, the longer have more."""
+    wanted = {  # batch, seqlen_q, seqlen_k, nheads, nheads_kv, causal, deterministic: parts
+        (1, 1024, 1024, 16, 16, True, False): "2 2 1 1 1 1 1 1",
+        (1, 512, 512, 32, 8, True, False): "6 4 3 2",
+        (2, 320, 320, 45, 1, True, False): "25 15 5",
+        (1, 1024, 1024, 16, 16, False, False): "1 1 1 1 1 1 1 1",
+        (1, 512, 512, 32, 8, True, True): "4 4 4 4",
+        (4, 1024, 1024, 16, 16, True, False): "1 1 1 1 1 1 1 1",
+        (1, 700, 200, 7, 1, False, False): "7 7",
+    }
+    numbers = [x for shape in wanted for x in (*map(int, shape), 64, 128)]
+    status, printed = output_of(
+        "sm80_backward_plan", tmp_path, numbers, toolkit_include(build_support)
+    )
+    assert status == 0
+    assert dict(zip(wanted, printed.splitlines(), strict=True)) == wanted
+
+
 def test_unequal_parts(tmp_path: Path, build_support: ModuleType) -> None:
     """Where tiles are few and differ in length, most parts run at once and are about as long."""
     shapes = {  # batch, seqlen, nheads, nheads_kv, causal: whether they have such parts

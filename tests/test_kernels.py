@@ -134,6 +134,26 @@ def test_options(device, options, layout, headdims):
     check(large(layout, 4, 2, *headdims, dtype=torch.bfloat16, device=device, **options))
 
 
+# Batch, queries, keys, heads, heads of keys, options. On 132 SMs the first key block of a head has
+# 2 to 25 parts, the last one fewer. (Not those of every head dim.)
+UNEQUAL_PARTS = {
+    "group": (1, 1000, 1000, 14, 2, {"causal": True}),
+    "one-head-of-keys": (2, 300, 420, 23, 1, {"causal": True}),
+    "no-group": (1, 900, 900, 16, 16, {"causal": True}),
+    "unseen-queries": (1, 900, 600, 12, 2, {"causal": True}),
+    "window": (1, 500, 1000, 24, 4, {"window_size": (300, 100)}),
+    "softcap": (2, 512, 512, 16, 4, {"causal": True, "softcap": 20.0}),
+}
+
+
+@of_each_kernel
+@pytest.mark.parametrize("shape", UNEQUAL_PARTS)
+def test_backward_of_unequal_parts(device, shape, headdims):
+    """Keys that more queries see have more parts."""
+    *sizes, options = UNEQUAL_PARTS[shape]
+    check(dense(*sizes, *headdims, dtype=torch.bfloat16, device=device, **options))
+
+
 @of_each_kernel
 @pytest.mark.parametrize("options", [{"causal": True}, {"dropout_p": 0.2}], ids=str)
 def test_saturated_soft_cap(device, options, headdims):

@@ -519,26 +519,6 @@ def test_backward_in_parts(device, layout, options, headdims):
     assert_twice_the_same(problem)
 
 
-# Batch, queries, keys, heads, heads of keys, options. On 132 SMs the first tile of a head has 2 to
-# 23 parts, the last one 1 to 6. (With as many heads of keys all have one at head dim 64.)
-UNEQUAL_PARTS = {
-    "group": (1, 1000, 1000, 14, 2, {"causal": True}),
-    "one-head-of-keys": (2, 300, 420, 23, 1, {"causal": True}),
-    "no-group": (1, 900, 900, 16, 16, {"causal": True}),
-    "unseen-queries": (1, 900, 600, 12, 2, {"causal": True}),
-    "window": (1, 500, 1000, 24, 4, {"window_size": (300, 100)}),
-    "softcap": (2, 512, 512, 16, 4, {"causal": True, "softcap": 20.0}),
-}
-
-
-@pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
-@pytest.mark.parametrize("shape", UNEQUAL_PARTS)
-def test_backward_of_unequal_parts(device, shape, headdims):
-    """Longer tiles have more parts."""
-    *sizes, options = UNEQUAL_PARTS[shape]
-    check(dense(*sizes, *headdims, dtype=torch.bfloat16, device=device, **options))
-
-
 @pytest.mark.parametrize("headdims", BACKWARD_HEADDIMS)
 def test_backward_of_leftover_tiles(device, headdims):
     """When each SM, or each pair of them, has had equally many tiles, ten are left: divided."""

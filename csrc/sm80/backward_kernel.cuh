@@ -27,6 +27,7 @@
 #include "ptx/cp_async.h"
 #include "ptx/opaque.h"
 #include "sm80/backward_config.cuh"
+#include "sm80/key_block.h"
 #include "sm80/shared_tile.cuh"
 
 namespace flash::sm80 {
@@ -126,38 +127,13 @@ struct DqTurn {
   }
 };
 
-// The work of a thread block. `heads_together` heads of K and V are taken at a time, their first
-// key blocks first: under a causal mask those are the longest, and none waits for one that has not
-// started. Heads are counted through the batch or, if tiles are packed, key blocks are.
-struct KeyBlock {
-  int n_block, batch, head_kv;
-
-  // num_n_blocks: of a head
-  __device__ KeyBlock(const AttentionParams& params, const SequenceTiles& tiles, int index,
-                      int num_n_blocks, int heads_together) {
-    const int first_head = index / (heads_together * num_n_blocks) * heads_together;
-    const int all_heads = tiles.packed() ? params.nheads_kv : params.batch * params.nheads_kv;
-    const int heads = min(heads_together, all_heads - first_head);
-    index -= first_head * num_n_blocks;
-    n_block = index / heads;
-    const int head = first_head + index % heads;
-    batch = head / params.nheads_kv;
-    head_kv = head % params.nheads_kv;
-    if (tiles.packed()) {
-      const auto [sequence, block] = tiles.find(n_block);
-      batch = sequence;
-      n_block = block;
-    }
-  }
-};
-
-// Grid: `splits` parts, of some query heads each, of all key blocks of all heads of K and V of all
-// sequences, see KeyBlock. params.window_left and window_right are bounded_window's.
+// Grid: the parts of all key blocks of all heads of K and V of all sequences, see KeyBlock.
+// params.window_left and window_right are bounded_window's.
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams params,
-                    const __grid_constant__ SequenceTiles tiles, int num_n_blocks,
-                    int heads_together, int splits) {
+                    const __grid_constant__ SequenceTiles tiles,
+                    const __grid_constant__ KeyBlockOrder order) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFull;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
@@ -179,7 +155,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
   // Indices.
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const KeyBlock block(params, tiles, blockIdx.x / splits, num_n_blocks, heads_together);
+  const KeyBlock block(params, tiles, order, blockIdx.x);
   const int n_block = block.n_block, n_begin = n_block * kBlockN;
   const int batch = block.batch, head_kv = block.head_kv;
   const int group = params.nheads / params.nheads_kv;
@@ -218,13 +194,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   float dv[kRowsDkv][kColsDv][4] = {};
   const float scale_log2 = scale_log2_of(params);
 
-  const int part = blockIdx.x % splits;
-  const int end_head = head_kv * group + group * (part + 1) / splits;
-  for (int head = head_kv * group + group * part / splits; head < end_head; ++head) {
-    if (m_blocks.empty()) break;
+  // The steps of this part, head by head.
+  const int head_steps = max(m_blocks.end - m_blocks.begin, 0), steps = head_steps * group;
+  int step = steps * block.part / block.parts;
+  const int end_step = steps * (block.part + 1) / block.parts;
+  while (step < end_step) {
     // The last queries come first: under a causal mask all key blocks see those, so that they add
     // to dQ in step with each other.
-    Walk<-1> queries(m_blocks);
+    const int of_group = step / head_steps, head_end = (of_group + 1) * head_steps;
+    const int head = head_kv * group + of_group;
+    const Range blocks{m_blocks.begin + head_end - min(head_end, end_step),
+                       m_blocks.begin + head_end - step};
+    step = head_end;
+    Walk<-1> queries(blocks);
     // What loading needs is computed at each load (ptx::opaque) instead of occupying registers.
     const auto load_queries = [&](int m_begin, int stage) {
       const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
@@ -384,25 +366,26 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
 
   // Epilogue: through shared memory, for 16-byte stores.
-  if (m_blocks.empty()) {  // no query: K and V may be on their way still
+  if (steps * block.part / block.parts == end_step) {  // no step: K and V may be on their way
     ptx::cp_async_wait_all();
     __syncthreads();
   }
-  if (splits > 1) {
+  if (block.parts > 1) {
     constexpr int kDkSize = kRowsDkv * kColsDk * 32, kSize = kDkSize + kRowsDkv * kColsDv * 32;
-    const int tile = blockIdx.x / splits;
+    constexpr int kStride = kThreads / 32 * kSize;  // from part to part
+    const KeyBlock again(params, tiles, order, ptx::opaque(static_cast<int>(blockIdx.x)));
     float4* const parts = reinterpret_cast<float4*>(params.partial_dkv) +
-                          int64_t{1} * (tile * (kThreads / 32) + warp) * splits * kSize;
-    float4* const mine = parts + blockIdx.x % splits * kSize;
+                          int64_t{again.first_part} * kStride + warp * kSize;
+    float4* const mine = parts + again.part * kStride;
     leave_part(mine, dk, lane);
     leave_part(mine + kDkSize, dv, lane);
-    if (!is_last_block(params.counters + tile, splits)) return;
+    if (!is_last_block(params.counters + again.first_part, again.parts)) return;
     clear(dk);
     clear(dv);
 #pragma unroll 1
-    for (int i = 0; i < splits; ++i) {
-      add_part(dk, parts + i * kSize, lane);
-      add_part(dv, parts + i * kSize + kDkSize, lane);
+    for (int i = 0; i < again.parts; ++i) {
+      add_part(dk, parts + i * kStride, lane);
+      add_part(dv, parts + i * kStride + kDkSize, lane);
     }
   }
   scale_by(dk, params.gradient_scale);
@@ -416,8 +399,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   __syncthreads();
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   // Where they go is computed again instead of occupying registers.
-  const KeyBlock place(params, tiles, ptx::opaque(static_cast<int>(blockIdx.x)) / splits,
-                       num_n_blocks, heads_together);
+  const KeyBlock place(params, tiles, order, ptx::opaque(static_cast<int>(blockIdx.x)));
   const Sequence keys(params, place.batch);
   const int first = place.n_block * kBlockN;
   const int row = keys.k_first + first, rows = keys.seqlen_k - first;

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "common/unequal_parts.h"
 #include "params.h"
 #include "sm90/idle_work.h"
-#include "sm90/unequal_parts.h"
 
 namespace flash::sm90 {
 

@@ -1,23 +1,11 @@
-// Tiles of a Hopper backward that differ in length, and their parts. Under a causal mask the first
-// keys are seen by most queries. A longer tile has more parts, so that all parts are about equally
-// long. The schedule counts the parts of a head as its blocks. Those of the first keys are handed
-// out first.
+// Tiles of a Hopper backward with unequally many parts. The schedule counts the parts of a head as
+// its blocks. Those of the first keys are handed out first.
 #pragma once
 
+#include "common/block_of_part.h"
 #include "sm90/dense_tiles.h"
-#include "sm90/unequal_parts.h"
 
 namespace flash::sm90 {
-
-// The block of keys that a part of a head belongs to.
-__device__ inline int block_of_part(const UnequalParts& unequal, int part) {
-  int block = 0;
-#pragma unroll 1
-  for (int step = kMostUnequalBlocks / 2; step > 0; step /= 2) {
-    if (block + step < unequal.blocks && unequal.first[block + step] <= part) block += step;
-  }
-  return block;
-}
 
 // Makes a tile of a head the one with these keys, and its first part.
 __device__ inline void set_keys(const TileSchedule& schedule, const UnequalParts& unequal,

@@ -10,6 +10,7 @@
 #include <set>
 #include <tuple>
 
+using namespace flash;
 using namespace flash::sm90;
 
 std::mt19937 engine(1);

@@ -1,7 +1,9 @@
-// How the tiles of a Hopper backward are divided where they differ in length: see unequal_tiles.h.
+// How the tiles of a backward, blocks of keys, are divided where they differ in length. Under a
+// causal mask the first keys are seen by most queries. A longer tile has more parts, so that all
+// parts are about equally long.
 #pragma once
 
-namespace flash::sm90 {
+namespace flash {
 
 constexpr int kMostUnequalBlocks = 32;
 
@@ -11,4 +13,4 @@ struct UnequalParts {
   int first[kMostUnequalBlocks + 1];  // the first part of each block; behind the last all
 };
 
-}  // namespace flash::sm90
+}  // namespace flash
