@@ -28,6 +28,11 @@ namespace flash::sm90 {
 // Thread blocks that look for rows of no sequence, at most: each reads the bounds of all.
 constexpr int kClearing = 512;
 
+// With so few thread blocks for each SM, or fewer, an end kernel that adds parts takes so much
+// shared memory that two of them fit an SM: more would crowd the SMs that are free first.
+constexpr int kFewEndBlocks = 4;
+constexpr size_t kHalfSharedMemory = 100 << 10;
+
 constexpr int64_t kMostRowTiles = 1 << 28;  // of all heads, each of a few thread blocks
 
 // Of one head in the workspaces: see dq_tile.
@@ -199,11 +204,9 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     wanted.add("dq_progress", params.dq_progress, DqProgress(params).size(tiles));
   }
   if (schedule.divided_tiles() > 0) {
-    const int64_t parts = schedule.unequal.blocks > 0
-                              ? schedule.tiles
-                              : int64_t{1} * schedule.divided_tiles() * schedule.splits;
-    wanted.add("partial_dkv", params.partial_dkv,
-               parts * Config::kBlockN * (Config::kHeadDim + Config::kHeadDimV));
+    wanted.add(
+        "partial_dkv", params.partial_dkv,
+        schedule.places_of_parts() * Config::kBlockN * (Config::kHeadDim + Config::kHeadDimV));
   }
   const int64_t key_tiles = params.cu_seqlens_k == nullptr || schedule.head_tiles > 0
                                 ? schedule.tickets / schedule.head_blocks
@@ -213,6 +216,7 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
   const int grid = static_cast<int>(std::min<int64_t>(key_tiles, workers)) * Config::kCluster;
   const BackwardMaps prepared = make_maps<Config>(params);
   const float scale_log2 = scale_log2_of(params);
+  const int few_end_blocks = kFewEndBlocks * multiprocessors();
   return [=](const BackwardParams& bound, cudaStream_t stream) {
     BackwardMaps maps = prepared;
     replace_address(maps.q, bound.q.data);
@@ -239,10 +243,19 @@ auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
     const int part_blocks = End::kBlocks * schedule.divided_tiles();
     const int end_blocks = part_blocks + (schedule.writes_dq() ? 0 : end_rows);
     if (end_blocks == 0) return;
-    const auto end_kernel =
-        part_blocks > 0 ? backward_end_kernel<Config, true> : backward_end_kernel<Config, false>;
-    launch(copying, end_kernel, end_blocks, End::kThreads, 0, stream,
-           "launch of the sm90 end kernel", bound, schedule, of_queries, part_blocks);
+    const auto launch_end = [&](auto attributes, auto kernel, size_t shared_memory) {
+      launch(attributes, kernel, end_blocks, End::kThreads, shared_memory, stream,
+             "launch of the sm90 end kernel", bound, schedule, of_queries, part_blocks);
+    };
+    if (part_blocks == 0) {
+      launch_end(copying, backward_end_kernel<Config, false>, 0);
+    } else if (end_blocks > few_end_blocks) {
+      launch_end(copying, backward_end_kernel<Config, true>, 0);
+    } else {
+      static std::atomic<uint64_t> devices{0};
+      allow_shared_memory(backward_end_kernel<Config, true>, kHalfSharedMemory, devices);
+      launch_end(std::array{overlapping()}, backward_end_kernel<Config, true>, kHalfSharedMemory);
+    }
   };
 }
 

@@ -67,7 +67,7 @@ struct PartTimes {
   float leave;  // if there are several parts: dK and dV of one, in float32
   float sum;    // of these, by all SMs, for one part
 
-  // Of so many parts, `most` of one tile, which are added one after the other.
+  // Of so many parts, `most` of one tile: the more, the longer a thread block adds.
   float sums(int64_t parts, int64_t most) const {
     constexpr float kLaunch = 3, kAdd = 0.2f;
     return parts > 0 ? kLaunch + parts * sum + most * kAdd : 0;

@@ -44,6 +44,10 @@ struct BackwardSchedule : TileSchedule {
     if (unequal.blocks > 0) return tiles / blocks * unequal.blocks;
     return splits == 1 ? 0 : tiles - whole;
   }
+  // How many places they have.
+  int64_t places_of_parts() const {
+    return unequal.blocks > 0 ? tiles : int64_t{1} * divided_tiles() * splits;
+  }
 };
 
 // The tile or part with a ticket. tile: as the scheduler has it

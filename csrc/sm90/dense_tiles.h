@@ -34,7 +34,7 @@ struct TileSchedule {
   int early_heads;  // in front of the last section
   Divisor of_splits, of_heads, of_heads_of_kv;
   Divisor of_section_tiles;  // tiles of a section
-  // Heads of one; short: the last in front of the last section.
+  // Heads of a section; short: of the one in front of the last.
   Divisor of_section, of_short_section, of_last_section;
 
   // Among those that read the same keys.
