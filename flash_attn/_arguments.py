@@ -532,6 +532,17 @@ def _out_dtype(q: Tensor) -> torch.dtype:
     return torch.bfloat16 if q.dtype == FP8 else q.dtype
 
 
+def _no_tensor(name: str, value: Any) -> TypeError:
+    return TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_tensors(**values: Any) -> None:
+    """Raise TypeError unless all of these, by name, are tensors or None."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise _no_tensor(name, value)
+
+
 def _check_tensor(
     name: str,
     value: Any,
@@ -545,7 +556,7 @@ def _check_tensor(
     Its dtype must be that of q, or of k_cache, ``of``, or ``dtype``.
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        raise _no_tensor(name, value)
     if value.layout is not _STRIDED or value.is_nested:
         check_strided(name, value)
     expected, owner = (like.dtype, "q") if of is None else (of.dtype, "k_cache")
@@ -576,7 +587,7 @@ def check_qkv(
 ) -> tuple[Tensor, Tensor, Tensor, Sizes]:
     """Check q, k and v; return them, each copied if its last dimension is not contiguous."""
     if not isinstance(q, Tensor):
-        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+        raise _no_tensor("q", q)
     if q.dtype not in _DTYPES and q.dtype != FP8:
         accepted = ", ".join(str(dtype) for dtype in (*_DTYPES, FP8))
         raise TypeError(f"q must have one of the dtypes {accepted}, got {q.dtype}")
@@ -959,7 +970,7 @@ def _max_seqlen(name: str, value: Any) -> int:
     value = integer(name, value)  # some clients keep it on the GPU: reading it synchronises
     if _is_below_zero(value):
         raise ValueError(f"{name} must be at least 0, got {value}")
-    return value
+    return min(value, MOST_LENGTH) if type(value) is int else value
 
 
 def _check_options(

@@ -551,7 +551,7 @@ def _operator(
     def routed(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) < len(names):
             args = (*args, *values_of(len(args), kwargs))
-        if is_attention and args[i_state] is None and args[i_dropout]:
+        if is_attention and args[i_state] is None and _is_true(args[i_dropout]):
             if isinstance(args[0], Tensor):  # anything else is an error, which `arguments` explains
                 args = (*args[:i_state], draw_rng_state(args[0].device), *args[i_state + 1 :])
         watched = (
@@ -587,6 +587,14 @@ def _operator(
 
 def _are_plain(numbers: Sequence[Any]) -> bool:
     return _arguments.PLAIN_NUMBERS.issuperset(map(type, numbers))
+
+
+def _is_true(value: Any) -> bool:
+    """Whether it is; an array of several numbers is an error, which `arguments` explains."""
+    try:
+        return bool(value)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def _is_watched(args: Sequence[Any]) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_attn._arguments import check_tensors
+
 Sums = tuple[Tensor | None, ...]
 
 
@@ -95,7 +97,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_like(x: Tensor, shape: torch.Size, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless these tensors, or None, have this shape and are where ``x`` is."""
+    """Raise unless these are tensors, or None, that have this shape and are where ``x`` is."""
+    check_tensors(x=x, **tensors)
     for name, t in tensors.items():
         if t is not None and (t.shape != shape or t.device != x.device):
             raise ValueError(

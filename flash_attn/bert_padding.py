@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from flash_attn._arguments import check_tensors
+from flash_attn._numbers import integer
+
 __all__ = [
     "IndexFirstAxis",
     "IndexFirstAxisResidual",
@@ -36,6 +39,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     Tensor
         (nnz, ...)
     """
+    check_tensors(x=x)
     _check_indices(indices)
     # index_select, not x[indices]: its gradient is one index_add, without sorting the indices.
     return x.index_select(0, indices)
@@ -56,6 +60,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     Tensor
         (first_axis_dim, ...), zero in the rows that ``indices`` does not name.
     """
+    check_tensors(values=values)
     _check_indices(indices)
     if values.ndim == 0 or values.shape[0] != indices.shape[0]:
         raise ValueError(
@@ -198,6 +203,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Tensor
         (batch, seqlen, ...), zero where there is padding.
     """
+    check_tensors(hidden_states=hidden_states)
+    batch, seqlen = integer("batch", batch), integer("seqlen", seqlen)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.unflatten(0, (batch, seqlen))
 
@@ -211,6 +218,7 @@ def _max(seqlens: Tensor) -> int:
 
 
 def _check_indices(indices: Tensor) -> None:
+    check_tensors(indices=indices)
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices must have dtype torch.int64 or torch.int32, got {indices.dtype}")
     if indices.ndim != 1:
@@ -218,6 +226,7 @@ def _check_indices(indices: Tensor) -> None:
 
 
 def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
+    check_tensors(**{"hidden_states": hidden_states, name: mask})
     if hidden_states.ndim < 2:
         raise ValueError(
             f"hidden_states must have shape (batch, seqlen, ...), got {tuple(hidden_states.shape)}"

@@ -334,7 +334,8 @@ def test_max_seqlen_may_be_larger_or_a_tensor(device):
     problem = varlen([9, 14], [17, 14], device=device, causal=True)
     bounds = problem.cu_seqlens_q, problem.storage.cu_seqlens
     expected = call(problem)
-    for sizes in ((200, 300), (torch.tensor(14, device=device), torch.tensor(17, device=device))):
+    tensors = torch.tensor(14, device=device), torch.tensor(17, device=device)
+    for sizes in ((200, 300), tensors, (2**40, 10**30)):
         out = flash_attn.flash_attn_varlen_func(
             problem.q, problem.k, problem.v, *bounds, *sizes, causal=True
         )

@@ -100,6 +100,7 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"dropout_p": 1.0}, ValueError, ["dropout_p", "1.0", "[0, 1)"]),
         ({"dropout_p": NAN}, ValueError, ["dropout_p", "nan"]),
         ({"dropout_p": "0.1"}, TypeError, ["dropout_p", "str"]),
+        ({"dropout_p": torch.ones(2)}, TypeError, ["dropout_p", "(2,)"]),
         ({"softmax_scale": -1.0}, ValueError, ["softmax_scale", "-1.0"]),
         ({"softmax_scale": NAN}, ValueError, ["softmax_scale", "nan"]),
         ({"softmax_scale": float("inf")}, ValueError, ["softmax_scale", "inf"]),

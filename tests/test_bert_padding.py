@@ -136,6 +136,7 @@ def test_rearrange_is_importable() -> None:
 
 
 X = torch.zeros(2, 3, 4)
+INDICES = torch.tensor([0])
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,13 @@ X = torch.zeros(2, 3, 4)
             ValueError,
             r"values must have one row for each of the 3 indices, got shape \(2, 3, 4\)",
         ),
+        (lambda: index_first_axis([X], INDICES), TypeError, "^x must be a torch.Tensor, got list"),
+        (lambda: index_first_axis(X, [0]), TypeError, "^indices must be .*, got list"),
+        (lambda: index_put_first_axis([1], INDICES, 2), TypeError, "^values must .*, got list"),
+        (lambda: pad_input([1], INDICES, 1, 1), TypeError, "^hidden_states must .*, got list"),
+        (lambda: pad_input(X, INDICES, 1.5, 1), TypeError, "^batch must be an int, got float 1.5"),
+        (lambda: unpad_input([1], INDICES), TypeError, "^hidden_states must .*, got list"),
+        (lambda: unpad_input(X, [[1]]), TypeError, "^attention_mask must be .*, got list"),
     ],
 )
 def test_bad_input(call, error, message) -> None:

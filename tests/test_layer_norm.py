@@ -374,6 +374,13 @@ def test_gradients_of_leaves_are_two_tensors() -> None:
         torch.testing.assert_close(leaf.grad, 2 * alone)
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "residual", "rowscale", "layerscale"])
+def test_lists_are_refused(name: str) -> None:
+    given: dict[str, Any] = {"x": torch.ones(2, 4), "weight": None, "bias": None, name: [1.0]}
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+        layer_norm_fn(**given)
+
+
 def test_whole_numbers_are_refused() -> None:
     x = torch.ones(2, 4)
     with pytest.raises(TypeError, match=r"x must be .*got torch\.int64"):

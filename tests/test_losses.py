@@ -200,6 +200,8 @@ def wrong(**changed: Any) -> dict[str, Any]:
         (wrong(logits=torch.zeros(2, 2, 6)), ValueError, r"logits must .*got .*\(2, 2, 6\)"),
         (wrong(logits=torch.zeros(4, 6).long()), ValueError, "logits must .*got torch.int64"),
         (wrong(labels=torch.zeros(4)), TypeError, "labels must be int32 or int64"),
+        (wrong(labels=[0, 1, 2, 3]), TypeError, "labels must be a torch.Tensor, got list"),
+        (wrong(logits=[[0.0]]), TypeError, "logits must be a torch.Tensor, got list"),
         (wrong(labels=torch.zeros(5).long()), ValueError, r"labels must .*\(4,\).*got \(5,\)"),
         (wrong(labels=torch.tensor([0, 6, 1, 2])), ValueError, r"labels must .*\[0, 6\).*got 6"),
         (wrong(labels=torch.tensor([0, -1, 1, 2])), ValueError, "labels must .*got -1"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flash_attn._arguments import check_tensors
 from flash_attn._differentiation import differentiable_once, returned
 from flash_attn._rowwise import accumulation_dtype, as_rows, check_like, rowwise
 
@@ -78,6 +79,7 @@ def sqrelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 def swiglu_fwd(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) * y of two tensors of one shape, rounded once."""
+    check_tensors(x=x)
     check_like(x, x.shape, y=y)
     out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, y.dtype))
     _swiglu([as_rows(t) for t in (x, y, out)])

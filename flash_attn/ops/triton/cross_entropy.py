@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn._arguments import is_readable
+from flash_attn._arguments import check_tensors, is_readable
 from flash_attn._differentiation import differentiable_once, returned
 from flash_attn._numbers import flag, integer, real
 from flash_attn._rowwise import accumulation_dtype, check_like, rowwise
@@ -191,6 +191,7 @@ def _columns_of_labels(labels: Tensor, first: int, columns: int) -> tuple[Tensor
 def _check(
     logits: Tensor, labels: Tensor, lse: Tensor | None, ignore_index: int, world_size: int
 ) -> None:
+    check_tensors(logits=logits)
     shape = tuple(logits.shape)
     if logits.ndim != 2 or not logits.is_floating_point() or shape[1] == 0:
         raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flash_attn._arguments import check_tensors
 from flash_attn._differentiation import differentiable_once, returned
 from flash_attn._numbers import real
 from flash_attn._rowwise import Sums, accumulation_dtype, as_rows, check_like, rowwise
@@ -84,6 +85,7 @@ def layer_norm_fn(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if weight1 is None and bias1 is not None:
         raise ValueError("weight1 must be given with bias1, got None")
+    check_tensors(x=x, rowscale=rowscale)
     for name, given_dtype in (("x", x.dtype), ("out_dtype", out_dtype or x.dtype)):
         if not given_dtype.is_floating_point:
             raise TypeError(f"{name} must be a floating-point dtype, got {given_dtype}")
