@@ -228,7 +228,7 @@ def test_whole_heads(tmp_path: Path, build_support: ModuleType) -> None:
     }
     plans = backward_plans(list(shapes), tmp_path, build_support)
     for (shape, wanted), (_, plan) in zip(shapes.items(), plans, strict=True):
-        assert plan[5] == wanted, shape
+        assert plan[6] == wanted, shape
 
 
 def test_whole_heads_of_packed_sequences(tmp_path: Path, build_support: ModuleType) -> None:
@@ -270,6 +270,18 @@ def backward_plans(
     assert status == 0
     plans = [list(map(int, line.split())) for line in printed.splitlines()]
     return list(zip(head_steps, plans, strict=True))
+
+
+def test_long_steps(tmp_path: Path, build_support: ModuleType) -> None:
+    """From 5000 queries on, without a mask."""
+    shapes = {  # batch, seqlen, nheads, nheads_kv, causal: whether steps have 80 queries
+        (1, 5120, 16, 16, False): True,
+        (1, 32768, 64, 8, False): True,
+        (1, 8192, 16, 16, True): False,
+        (4, 4096, 16, 16, False): False,
+    }
+    plans = backward_plans(list(shapes), tmp_path, build_support)
+    assert {shape: plan[5] == 1 for shape, (_, plan) in zip(shapes, plans, strict=True)} == shapes
 
 
 def test_work_of_idle_warps(tmp_path: Path, build_support: ModuleType) -> None:
@@ -333,7 +345,7 @@ def test_unequal_parts(tmp_path: Path, build_support: ModuleType) -> None:
     for ((batch, seqlen, nheads, nheads_kv, _), unequal), (_, plan) in zip(
         shapes.items(), planned, strict=True
     ):
-        parts = plan[6:]
+        parts = plan[7:]
         assert bool(parts) == unequal, (batch, seqlen, nheads, nheads_kv)
         if not unequal:
             continue

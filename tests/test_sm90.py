@@ -526,6 +526,28 @@ def test_backward_of_leftover_tiles(device, headdims):
     check(dense(1, 700, 200, heads, heads, *headdims, dtype=torch.bfloat16, device=device))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("headdim", [104, 128])
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+def test_backward_of_long_steps(device, layout, headdim, deterministic):
+    """From 5000 queries on, without a mask, steps have 80 queries, and dQ is transposed."""
+    sizes = (2, 1, headdim)
+    options = {"dtype": torch.bfloat16, "device": device}
+    if layout == "dense":
+        problem = dense(1, 5100, 700, *sizes, **options)
+    else:  # some without keys, some without queries
+        problem = varlen([5100, 0, 300, 90, 1], [700, 40, 0, 129, 128], *sizes, **options)
+    check(problem, deterministic=deterministic)
+    if deterministic:
+        assert_twice_the_same(problem)
+
+
+def test_backward_of_long_steps_in_fp16(device):
+    """A window that hides nothing is none."""
+    options = {"dtype": torch.float16, "device": device, "window_size": (512, 5000)}
+    check(dense(1, 5000, 512, 1, 1, 128, **options))
+
+
 def long_sequences(device: str, headdim: int = 128, **options: Any) -> Attention:
     """The last tile of each leaves warpgroups without queries."""
     sizes = (16, 4, headdim)

@@ -112,8 +112,8 @@ __device__ inline void wgmma_wait(D&... d) {
 #define FLASH_REGISTERS_15(C) FLASH_REGISTERS_14(C), FLASH_REGISTERS(C, 14)
 #define FLASH_REGISTERS_16(C) FLASH_REGISTERS_15(C), FLASH_REGISTERS(C, 15)
 
-// d += a * b, or d = a * b. kTransB: b is MN-major. The type of a and b chooses the instruction; it
-// has one line in FLASH_WGMMA. The numbers are those of the operands after d.
+// d += a * b, or d = a * b. kTransA, kTransB: a, b is MN-major. The type of a and b chooses the
+// instruction; it has one line in FLASH_WGMMA. The numbers are those of the operands after d.
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions: wgmma.mma_async"
 #define FLASH_WGMMA_OF(N, GROUPS, T, SHAPE, I0, I1, I2, I3, I4, I5, I6)                            \
   template <int kTransB>                                                                           \
@@ -127,14 +127,14 @@ __device__ inline void wgmma_wait(D&... d) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                             \
                    "r"(static_cast<int>(accumulate)), "n"(kTransB));                               \
   }                                                                                                \
-  template <int kTransB>                                                                           \
+  template <int kTransB, int kTransA>                                                              \
   __device__ inline void wgmma(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool accumulate, T) { \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                          \
                  ", 0;\n"                                                                          \
                  "wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" FLASH_TEXT_##GROUPS             \
-                 "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, %" #I3 ";\n}\n"                               \
+                 "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I4 ", %" #I3 ";\n}\n"                        \
                  : FLASH_REGISTERS_##GROUPS("+f")                                                  \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransB));               \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransB), "n"(kTransA)); \
   }
 #define FLASH_WGMMA(N, GROUPS, ...)                                 \
   FLASH_WGMMA_OF(N, GROUPS, __half, "k16.f32.f16.f16", __VA_ARGS__) \
@@ -155,9 +155,9 @@ __device__ inline void wgmma_wait(D&... d) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                         \
                    "r"(static_cast<int>(accumulate)));                                         \
   }                                                                                            \
-  template <int kTransB>                                                                       \
+  template <int kTransB, int kTransA>                                                          \
   __device__ inline void wgmma(D(&d)[N / 8][4], uint64_t a, uint64_t b, bool accumulate, T) {  \
-    static_assert(kTransB == 0);                                                               \
+    static_assert(kTransB == 0 && kTransA == 0);                                               \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                      \
                  ", 0;\n"                                                                      \
                  "wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" FLASH_TEXT_##GROUPS         \
@@ -173,6 +173,7 @@ __device__ inline void wgmma_wait(D&... d) {
 FLASH_WGMMA(32, 2, 16, 17, 18, 19, 20, 21, 22)
 FLASH_WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30)
 FLASH_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
+FLASH_WGMMA(80, 5, 40, 41, 42, 43, 44, 45, 46)
 FLASH_WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)
 FLASH_WGMMA(128, 8, 64, 65, 66, 67, 68, 69, 70)
 FLASH_WGMMA(192, 12, 96, 97, 98, 99, 100, 101, 102)

@@ -1,15 +1,9 @@
 // What a Hopper backward has: warps, registers, shared memory.
 #pragma once
 
-#include <cstdint>
-
 #include "params.h"
+#include "sm90/backward_storage.cuh"
 #include "sm90/backward_tile.h"
-#include "sm90/backward_tiles.cuh"
-#include "sm90/idle_warps.cuh"
-#include "sm90/pipeline.cuh"
-#include "sm90/tile_layout.cuh"
-#include "sm90/tile_scheduler.cuh"
 #include "sm90/warpgroup_matmul.cuh"
 
 namespace flash::sm90 {
@@ -46,8 +40,9 @@ struct BackwardConfig {
                 65536 / kThreads / 8 * 8 * (kConsumers + 1));
   static_assert(kBlockM % kWarpgroupRows == 0 && kConsumers == 2);
 
-  static constexpr bool kWritesDq = true;             // of lone tiles
-  static constexpr bool kHasIdleWarps = true;         // see idle_warps.cuh
+  static constexpr bool kWritesDq = true;      // of lone tiles
+  static constexpr bool kHasIdleWarps = true;  // see idle_warps.cuh
+  static constexpr bool kTransposesDq = false;
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqStages = 1;                 // in shared memory
   static constexpr int kDqFullBarriers = 2;           // two warps take every other step
@@ -56,25 +51,7 @@ struct BackwardConfig {
 
   static constexpr int kStepSlots = 4;
 
-  struct SharedStorage {
-    alignas(1024) T k[kKvStages][kTileSize<T, kBlockN, kHeadDim>];
-    alignas(1024) T v[kKvStages][kTileSize<T, kBlockN, kHeadDimV>];
-    alignas(1024) T q[kStages][kTileSize<T, kBlockM, kHeadDim>];
-    alignas(1024) T dout[kStages][kTileSize<T, kBlockM, kHeadDimV>];
-    alignas(1024) T ds[kDsStages][kTileSize<T, kBlockM, kBlockN>];
-    alignas(128) float4 dq[kDqStages][kDqSize / 4];  // as in the workspace
-    alignas(16) float statistics[kStages][2 * kBlockM];
-    StepQueries step_queries[kStepSlots];
-    Pipeline<kKvStages> k_pipeline, v_pipeline;
-    Pipeline<kStages> q_pipeline, dout_pipeline;
-    Pipeline<kDsStages> ds_pipeline;
-    Pipeline<kDqStages, kDqFullBarriers> dq_pipeline;
-    TilePipeline<Tile> tiles;
-    StepBoard<kStepSlots> steps;
-    uint64_t tail_full[kTails];
-    IdleWarps<kHeadDim> idle;  // the last: see shared_bytes
-  };
-  static_assert(sizeof(SharedStorage) <= 227 * 1024);
+  using SharedStorage = BackwardStorage<BackwardConfig>;
 };
 
 }  // namespace flash::sm90

@@ -2,11 +2,13 @@
 // divided tiles, and rounds dQ.
 #pragma once
 
+#include "common/pack.h"
 #include "common/parts.h"
 #include "common/sequence.h"
 #include "common/warp.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
+#include "ptx/movmatrix.h"
 #include "sm90/backward_parts.cuh"
 #include "sm90/backward_rows.cuh"
 #include "sm90/backward_tiles.cuh"
@@ -15,15 +17,16 @@
 
 namespace flash::sm90 {
 
-// A thread block takes a row tile of dQ, or as many keys of a divided tile and kPartCols columns of
+// A thread block takes a row tile of dQ, or kKeys keys of a divided tile and kPartCols columns of
 // dK or of dV. A warp takes 16 rows.
 template <typename Config>
 struct EndConfig {
   static constexpr int kThreads = Config::kBlockM * 2;
-  static constexpr int kKeys = Config::kBlockM;  // of a thread block
+  // Keys of a thread block. Where row tiles do not divide a tile, some warps have none.
+  static constexpr int kKeys = Config::kBlockN % Config::kBlockM == 0 ? Config::kBlockM : 64;
   static constexpr int kCols = (Config::kHeadDim + Config::kHeadDimV) / kPartCols;
   static constexpr int kBlocks = Config::kBlockN / kKeys * kCols;  // thread blocks of a tile
-  static_assert(Config::kBlockN % kKeys == 0);
+  static_assert(Config::kBlockN % kKeys == 0 && kKeys <= Config::kBlockM);
 };
 
 // dK and dV of a divided tile: the sum of its parts, always in the same order.
@@ -33,6 +36,7 @@ __device__ void add_parts(const BackwardParams& params, const BackwardSchedule& 
                           int number, int block, int warp, int lane) {
   using End = EndConfig<Config>;
   using Layout = PartLayout<Config>;
+  if (warp * 16 >= End::kKeys) return;
   const Tile tile = divided_key_tile(schedule, number);
   if (tile.parts == 1) return;
   const KeyTileRange<Config> range(params, schedule, tile);
@@ -72,6 +76,27 @@ __device__ void add_parts(const BackwardParams& params, const BackwardSchedule& 
   }
 }
 
+// Rounds 8 rows of dQ^T, and writes them.
+// row: the lane's, or null: not written; accum: accumulators (16 columns of dQ, 32 lanes)
+template <typename T, int kHeadDim>
+__device__ void round_transposed(T* row, int cols, const float4* accum, float scale, bool zero,
+                                 int lane) {
+  float4 all[kHeadDim / 16];
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 16; ++n) all[n] = accum[n * 32 + lane];
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 16; n += 2) {
+    alignas(16) uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 x = zero ? make_float4(0.f, 0.f, 0.f, 0.f) : all[n + i];
+      words[2 * i] = ptx::transpose(pack(x.x * scale, x.y * scale, T()));
+      words[2 * i + 1] = ptx::transpose(pack(x.z * scale, x.w * scale, T()));
+    }
+    store_words(row, n * 16, cols, words, lane);
+  }
+}
+
 // dQ = gradient_scale * the workspace, rounded to T, where idle warps have not done it.
 template <typename Config>
 __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBlockM>& tile,
@@ -80,7 +105,7 @@ __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBl
   constexpr int kRows = Config::kBlockM, kHeadDim = Config::kHeadDim;
   const Sequence& sequence = tile.sequence;
   const float4* const accum =
-      reinterpret_cast<const float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4) + lane;
+      reinterpret_cast<const float4*>(params.dq_accum) + tile.place * (kRows * kHeadDim / 4);
   T* targets[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -95,6 +120,15 @@ __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBl
   if (params.dq_progress != nullptr && *DqProgress(params).rounded(tile.place) != 0) return;
   // In order, nobody has stored dQ of queries that see no key.
   const bool zero = params.dq_turn != nullptr && params.dq_turn[tile.place * Config::kDqTurns] == 0;
+  if constexpr (Config::kTransposesDq) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      round_transposed<T, kHeadDim>(targets[half], params.headdim,
+                                    accum + (warp * 2 + half) * (kHeadDim * 2),
+                                    params.gradient_scale, zero, lane);
+    }
+    return;
+  }
   constexpr int kChunkTiles = Config::kDqChunkCols / 8;
   constexpr int kCols = kHeadDim <= 128 ? kHeadDim : kHeadDim / 2;  // at once
 #pragma unroll
@@ -104,7 +138,7 @@ __device__ void round_dq(const BackwardParams& params, const RowTile<Config::kBl
     for (int n = 0; n < kCols / 8; ++n) {
       const int tile = col / 8 + n;
       float4 x = accum[(tile / kChunkTiles * (kRows / 16) + warp) * (kChunkTiles * 32) +
-                       tile % kChunkTiles * 32];
+                       tile % kChunkTiles * 32 + lane];
       if (zero) x = make_float4(0.f, 0.f, 0.f, 0.f);
       dq[n][0] = x.x * params.gradient_scale, dq[n][1] = x.y * params.gradient_scale;
       dq[n][2] = x.z * params.gradient_scale, dq[n][3] = x.w * params.gradient_scale;

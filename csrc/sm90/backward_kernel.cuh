@@ -39,12 +39,14 @@
 #include "ptx/wgmma.h"
 #include "sm90/add_dq.cuh"
 #include "sm90/backward_config.cuh"
+#include "sm90/backward_consumer.cuh"
 #include "sm90/backward_parts.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_rows.cuh"
 #include "sm90/backward_scores.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/idle_warps.cuh"
+#include "sm90/long_backward_consumer.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/store.cuh"
 #include "sm90/tile_layout.cuh"
@@ -142,35 +144,15 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   const int warp = warp_uniform(thread / 32);
   const int first_key = warpgroup * kRows + warp * 16;  // of the warp, in the tile
 
-  // Where the warp's part of dS goes, as rows of queries: stmatrix takes from each lane the address
-  // of a row of an 8 x 8 matrix, of matrix lane / 8.
-  const uint32_t ds_row = (lane / 16 * 8 + lane % 8) * kPartRowBytes;
-  const uint32_t ds_chunk = ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
-  const uint32_t ds_place = warpgroup * kBlockM * kPartRowBytes + ds_row + ds_chunk;
-  // And its part of dQ.
+  const uint32_t ds_place = place_of_ds<kBlockM>(warpgroup, warp, lane);
+  // Its part of dQ.
   const int dq_half = Config::kDividesDqRows ? warpgroup : 0;
   const int dq_col = Config::kDividesDqRows ? 0 : warpgroup * Config::kDqCols;
 
-  TilePipeline<Tile>::State tile_state;
-  PipelineState<Config::kKvStages> kv_state;
   uint32_t step_count = 0;
-  for (;;) {
-    // It stays where it is, and is read again instead of occupying registers.
-    const Tile& tile = shared.tiles.look(tile_state);
-    if (warp_uniform(tile.batch) < 0) break;
-    const KeyTileRange<Config> range(params, schedule, tile);
+  const auto take_steps = [&](const Tile& tile, const auto& range, StepIterator step,
+                              bool has_steps, const T* k, const T* v, auto& dk, auto& dv) {
     const int n_begin = warp_uniform(range.n_begin);
-    StepIterator step = range.steps(params, schedule, tile);
-    const bool has_steps = warp_uniform_condition(step.left > 0);
-    float dk[1][kHeadDim / 8][4] = {}, dv[1][kHeadDimV / 8][4] = {};
-    ptx::wait_for_earlier_kernels();
-
-    const T* const k = shared.k[warp_uniform(kv_state.stage())];
-    const T* const v = shared.v[warp_uniform(kv_state.stage())];
-    if (has_steps) {
-      shared.k_pipeline.wait_full(kv_state);
-      shared.v_pipeline.wait_full(kv_state);
-    }
     Operands<kKSteps> k_operands;
     Operands<kVSteps> v_operands;
     if (has_steps) {
@@ -292,17 +274,42 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       ptx::wgmma_wait<0>(p[0][0]);
       if (step.next(range.m_blocks) && more) head = {params, tile.batch, step.head};
     }
-    if (has_steps) {
-      shared.k_pipeline.release(kv_state, lane);
-      shared.v_pipeline.release(kv_state, lane);
-      kv_state.advance();
-    }
+  };
+  consume_tiles<Config>(params, schedule, shared, warpgroup, warp, lane, take_steps);
+}
 
-    const int group = warpgroup * 4 + warp;
-    finish_gradient<Config, false>(params, schedule, tile, range.n_block, group, dk, lane);
-    finish_gradient<Config, true>(params, schedule, tile, range.n_block, group, dv, lane);
-    shared.tiles.release(tile_state, lane);
-    tile_state.advance();
+// ---- Adders, idle warps and writers -----------------------------------------------------------
+
+// By each warp beside the consumers. The producer, helper 0, has nothing to do here.
+template <typename Config>
+__device__ void bring_dq(const BackwardParams& params, const BackwardSchedule& schedule,
+                         typename Config::SharedStorage& shared, int helper, int lane) {
+  if constexpr (Config::kHasIdleWarps) {
+    if (helper >= 1 && schedule.lone) {
+      write_dq<Config>(params, shared, helper - 1, lane);
+      return;
+    }
+    if (helper >= 1 && schedule.head_tiles > 0) {
+      float* const accum =
+          params.dq_accum + int64_t{blockIdx.x} * schedule.head_tiles * Config::kDqSize;
+      if (helper % 2 == 1) {
+        shared.idle.template round_heads<Config>(params, accum, helper / 2, lane);
+      } else if (lane == 0) {
+        add_dq_of_heads<Config>(params, shared, accum);
+      }
+      return;
+    }
+    if (helper % 2 == 1 && schedule.idle.head_steps > 0) {
+      shared.idle.template run<Config>(params, schedule.idle, helper / 2, lane);
+      return;
+    }
+  }
+  if (helper >= 2 && lane == 0) {
+    const auto whole = [](int) { return Range{0, 1}; };
+    add_dq<Config>(params, schedule, shared, whole, helper - 2, 0);
+    if constexpr (Config::kHasIdleWarps) {
+      if (helper == 2 && schedule.idle.head_steps > 0) shared.idle.end();
+    }
   }
 }
 
@@ -334,7 +341,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.dq_pipeline.init(schedule.lone ? kDqWriters : 1, Config::kConsumerWarps);
     shared.steps.init();
     for (uint64_t& barrier : shared.tail_full) init_barrier(barrier, 1);
-    if (schedule.idle.head_steps > 0 || schedule.head_tiles > 0) shared.idle.init();
+    if constexpr (Config::kHasIdleWarps) {
+      if (schedule.idle.head_steps > 0 || schedule.head_tiles > 0) shared.idle.init();
+    }
     shared.tiles.init(Config::kConsumerWarps);
     fence_barrier_init();
   }
@@ -343,7 +352,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < Config::kConsumerWarps * 32) {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    consume<Config>(params, schedule, scale_log2, shared, warp_uniform(threadIdx.x / kWarpgroup));
+    const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
+    if constexpr (Config::kTransposesDq) {
+      consume_long<Config>(params, schedule, scale_log2, shared, warpgroup);
+    } else {
+      consume<Config>(params, schedule, scale_log2, shared, warpgroup);
+    }
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int helper = warp_uniform(threadIdx.x / 32) - Config::kConsumerWarps;
@@ -354,23 +368,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     // When no tile is left: earlier, all thread blocks of the end kernel would crowd the few SMs
     // that are free first.
     if (helper == 0) ptx::let_next_kernel_start();
-    if (helper >= 1 && schedule.lone) {
-      write_dq<Config>(params, shared, helper - 1, lane);
-    } else if (helper >= 1 && schedule.head_tiles > 0) {
-      float* const accum =
-          params.dq_accum + int64_t{blockIdx.x} * schedule.head_tiles * Config::kDqSize;
-      if (helper % 2 == 1) {
-        shared.idle.template round_heads<Config>(params, accum, helper / 2, lane);
-      } else if (lane == 0) {
-        add_dq_of_heads<Config>(params, shared, accum);
-      }
-    } else if (helper % 2 == 1 && schedule.idle.head_steps > 0) {
-      shared.idle.template run<Config>(params, schedule.idle, helper / 2, lane);
-    } else if (helper >= 2 && lane == 0) {
-      const auto whole = [](int) { return Range{0, 1}; };
-      add_dq<Config>(params, schedule, shared, whole, helper - 2, 0);
-      if (helper == 2 && schedule.idle.head_steps > 0) shared.idle.end();
-    }
+    bring_dq<Config>(params, schedule, shared, helper, lane);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <climits>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -20,6 +21,7 @@
 #include "sm90/backward_end.cuh"
 #include "sm90/backward_kernel.cuh"
 #include "sm90/backward_plan.h"
+#include "sm90/long_backward_config.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/wide_backward_kernel.cuh"
 
@@ -167,11 +169,14 @@ size_t shared_bytes(const BackwardSchedule& schedule) {
   return sizeof(Storage);
 }
 
+using BackwardLauncher = std::function<void(const BackwardParams&, cudaStream_t)>;
+
 // Completes the parameters; returns what launches with the addresses of any tensors of this layout.
 template <typename Config>
-auto prepare_backward(BackwardParams& params, Workspaces& wanted) {
+BackwardLauncher prepare_backward(BackwardParams& params, Workspaces& wanted) {
   constexpr auto kKernel = main_kernel<Config>();
   constexpr size_t kMostBytes = sizeof(typename Config::SharedStorage);
+  static_assert(kMostBytes <= 227 * 1024);
   static std::atomic<uint64_t> devices{0};
   allow_shared_memory(kKernel, kMostBytes, devices);
 
@@ -267,9 +272,14 @@ struct BackwardRow {
   static_assert(std::is_same_v<T, KV> && std::is_same_v<T, Out>);
   using Params = BackwardParams;
   static constexpr uint32_t kTakes = features_of(kFeatures);
-  static constexpr int kTiles = 1;
+  static constexpr bool kHasLongSteps =
+      kFeatures == FeatureSet::kPlain && kHeadDim == LongBackwardConfig<T>::kHeadDim;
+  static constexpr int kTiles = kHasLongSteps ? 2 : 1;
 
-  static auto prepare(Params& params, Workspaces& wanted) {
+  static BackwardLauncher prepare(Params& params, Workspaces& wanted) {
+    if constexpr (kHasLongSteps) {
+      if (takes_long_steps(params)) return prepare_backward<LongBackwardConfig<T>>(params, wanted);
+    }
     return prepare_backward<Config>(params, wanted);
   }
 };

@@ -52,6 +52,9 @@ constexpr float kBusyUnequalHeads = 0.8f;
 constexpr int kUnequalBlocks = 4;  // of the longest sequence, at most
 constexpr int64_t kUnequalHeadsBytes = 32 << 20;
 
+// Steps have 80 queries if there are so many, and so many keys. Below, idle warps are worth more.
+constexpr int kLongQueries = 5000, kLongKeys = 512;
+
 // How much longer it takes if tiles that run at a time read so much again and again. Fitted, as
 // the times of parts, to d64 to d256, groups of 1 to 71, 512 to 16k tokens on an H200, whose L2
 // cache has 50 MB.
@@ -74,11 +77,11 @@ struct PartTimes {
   }
 };
 
-PartTimes part_times(int block_n, int headdim, int headdim_v) {
+PartTimes part_times(int block_m, int block_n, int headdim, int headdim_v) {
   const float bytes = 4.f * block_n * (headdim + headdim_v);
   const float sum = bytes / 3e6f;  // at 3 TB/s, most of it from the L2 cache
   if (headdim > 128) return {3.f, headdim > 192 ? 2.6f : 2.1f, bytes / 60e3f, sum};
-  const float step = headdim <= 64 ? 2.75f : headdim <= 96 ? 1.85f : 2.3f;
+  const float step = headdim <= 64 ? 2.75f : headdim <= 96 ? 1.85f : 2.3f / 64 * block_m;
   return {4.f, step, bytes / 40e3f, sum};
 }
 
@@ -243,7 +246,7 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   // Without a worker (a part of a GPU may have no room for a cluster) the launch will say so.
   if (tiles == 0 || workers == 0) return best.plan;
 
-  const PartTimes times = part_times(block_n, headdim, headdim_v);
+  const PartTimes times = part_times(block_m, block_n, headdim, headdim_v);
   const BackwardWork work(params, block_m, block_n);
   // Q, dO and dQ of one query head, as far as a tile sees them.
   const int64_t rows = std::min<int64_t>(params.seqlen_q, work.most * block_m);
@@ -304,6 +307,12 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   return best.plan;
 }
 
+bool takes_long_steps(const BackwardParams& params) {
+  const bool masked = bounded_window(params.window_left, params.seqlen_k) < params.seqlen_k ||
+                      bounded_window(params.window_right, params.seqlen_q) < params.seqlen_q;
+  return !masked && params.seqlen_q >= kLongQueries && params.seqlen_k >= kLongKeys;
+}
+
 // Heads of a section are done together: the rows kernel clears the workspace of the first section,
 // idle warps that of the next.
 IdleWork plan_idle_work(const BackwardParams& params, const BackwardPlan& plan, int64_t head_steps,
@@ -327,7 +336,7 @@ IdleWork plan_idle_work(const BackwardParams& params, const BackwardPlan& plan, 
 
 bool takes_whole_heads(const BackwardParams& params, int block_m, int block_n, int workers,
                        int headdim, int headdim_v) {
-  const PartTimes times = part_times(block_n, headdim, headdim_v);
+  const PartTimes times = part_times(block_m, block_n, headdim, headdim_v);
   const WholeHead longest({params, 1, params.seqlen_q, params.seqlen_k}, params, block_m, block_n);
   const int64_t heads = int64_t{params.batch} * params.nheads_kv;
   if (heads == 0 || workers == 0 || longest.blocks < 2 || longest.row_tiles > kMostHeadTiles) {

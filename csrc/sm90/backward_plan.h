@@ -22,6 +22,9 @@ struct BackwardPlan {
 BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int workers,
                            int headdim, int headdim_v);
 
+// Whether steps have 80 queries, see long_backward_config.cuh.
+bool takes_long_steps(const BackwardParams& params);
+
 // Of a launch by this plan, if sequences are dense and dQ is not added to in order.
 // head_steps: of all tiles of the heads that share K and V
 IdleWork plan_idle_work(const BackwardParams& params, const BackwardPlan& plan, int64_t head_steps,

@@ -73,7 +73,8 @@ struct RowsConfig {
   static constexpr int kLanes = Config::kHeadDimV <= 64    ? 8
                                 : Config::kHeadDimV <= 128 ? 16
                                                            : 32;  // of a row
-  static constexpr int kRowsAtOnce = kThreads / kLanes, kTimes = 2;
+  static constexpr int kRowsAtOnce = kThreads / kLanes;
+  static constexpr int kTimes = Config::kBlockM % (2 * kRowsAtOnce) == 0 ? 2 : 1;
   static constexpr int kRows = kRowsAtOnce * kTimes;
   static constexpr int kParts = Config::kBlockM / kRows;
   static_assert(Config::kBlockM % kRows == 0);

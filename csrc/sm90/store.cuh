@@ -34,6 +34,20 @@ __device__ void transpose_in_lanes(uint32_t (&x)[kSize], int lane) {
   }
 }
 
+// Writes kWords * 8 columns of a row, of which each of four lanes has two of each 8, from column
+// `first` on.
+// row: its first element, or null: not written
+template <int kWords, typename Out>
+__device__ void store_words(Out* row, int first, int cols, uint32_t (&x)[kWords], int lane) {
+  static_assert(sizeof(Out) == 2);
+  using Chunk = std::conditional_t<kWords == 4, uint4, uint2>;
+  transpose_in_lanes(x, lane);
+  const int col = first + lane % kWords * 8 + lane % 4 / kWords * kWords * 2;
+  if (row != nullptr && col < cols) {
+    *reinterpret_cast<Chunk*>(row + col) = reinterpret_cast<const Chunk&>(x);
+  }
+}
+
 // Writes one row of accumulators, rounded to Out, in chunks of kWords words a lane: 2 want fewer
 // instructions, 4 fewer accesses to memory.
 // out: accumulators of m16n8, of which it takes the upper or lower `half` of the rows
@@ -41,21 +55,15 @@ __device__ void transpose_in_lanes(uint32_t (&x)[kSize], int lane) {
 template <typename Out, int kWords, int kOutTiles>
 __device__ void store_row(Out* row, int cols, const float (&out)[kOutTiles][4], int half,
                           int lane) {
-  static_assert(sizeof(Out) == 2 && kOutTiles % kWords == 0);
-  using Chunk = std::conditional_t<kWords == 4, uint4, uint2>;
+  static_assert(kOutTiles % kWords == 0);
 #pragma unroll
   for (int d = 0; d < kOutTiles; d += kWords) {
-    // Columns 2 t, 2 t + 1 of kWords accumulators; then neighbouring columns of one.
-    alignas(sizeof(Chunk)) uint32_t chunk[kWords];
+    alignas(4 * kWords) uint32_t chunk[kWords];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       chunk[i] = pack(out[d + i][2 * half], out[d + i][2 * half + 1], Out());
     }
-    transpose_in_lanes(chunk, lane);
-    const int col = (d + lane % kWords) * 8 + lane % 4 / kWords * kWords * 2;
-    if (row != nullptr && col < cols) {
-      *reinterpret_cast<Chunk*>(row + col) = reinterpret_cast<const Chunk&>(chunk);
-    }
+    store_words(row, d * 8, cols, chunk, lane);
   }
 }
 

@@ -58,7 +58,7 @@ struct MnMajor {
 
 // Starts D = A B or, with kAccumulate, D += A B.
 // d: (64, kColTiles * 8), accumulators
-// a: KMajor, 64 rows of a tile (rows, kDepth)
+// a: KMajor, 64 rows of a tile (rows, kDepth), or MnMajor, 64 columns of a tile (kDepth, columns)
 // b: KMajor, a tile (kColTiles * 8, kDepth), or MnMajor, a tile (kDepth, kColTiles * 8)
 template <typename T, int kDepth, bool kAccumulate = false, int kColTiles, typename Sum, typename A,
           typename B>
@@ -66,7 +66,7 @@ __device__ void start_multiply(Sum (&d)[kColTiles][4], const A& a, const B& b) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kDepth / kWgmmaDepth<T>; ++k) {
-    ptx::wgmma<B::kTrans>(d, a.step(k), b.step(k), kAccumulate || k > 0, T());
+    ptx::wgmma<B::kTrans, A::kTrans>(d, a.step(k), b.step(k), kAccumulate || k > 0, T());
   }
   ptx::wgmma_commit();
 }
@@ -85,7 +85,7 @@ __device__ void start_mixed_multiply(Sum (&d)[kColTiles][4], const Operands<kSte
     if (k < kSteps) {
       ptx::wgmma<B::kTrans>(d, first[k], b.step(k), k > 0, T());
     } else {
-      ptx::wgmma<B::kTrans>(d, a.step(k), b.step(k), k > 0, T());
+      ptx::wgmma<B::kTrans, A::kTrans>(d, a.step(k), b.step(k), k > 0, T());
     }
   }
   ptx::wgmma_commit();

@@ -39,7 +39,7 @@ struct WideBackwardConfig {
   static constexpr int kDqCols = 128, kDqChunkCols = 64;
   static constexpr int kDqStages = kHeadDimV > 192 ? 1 : 2;
   static constexpr int kDqFullBarriers = 2 * kDqCols / kDqChunkCols;  // see backward_config.cuh
-  static constexpr bool kWritesDq = false, kHasIdleWarps = false;
+  static constexpr bool kWritesDq = false, kHasIdleWarps = false, kTransposesDq = false;
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqTurns = kCluster;           // of each row tile
   static_assert(kHeadDim > kDqCols && kHeadDim <= kCluster * kDqCols);

@@ -1,6 +1,6 @@
 // What the plan of the Hopper backward (sm90/backward_plan.cpp) has idle warps do on an H200: of
 // each shape at a head dim, with the workers that there are, it prints the fields of IdleWork,
-// whether thread blocks take whole heads, and of each block of keys the parts of its tile, if tiles
+// whether steps have 80 queries, whether thread blocks take whole heads, and of each block of keys the parts of its tile, if tiles
 // have unequally many. Sequences are packed if they have a total.
 #include "sm90/backward_plan.cpp"
 
@@ -30,8 +30,8 @@ int main() {
         plan_idle_work(params, plan, head_steps, tile.block_m, tile.block_n, workers);
     const bool whole_heads =
         takes_whole_heads(params, tile.block_m, tile.block_n, workers, headdim, headdim);
-    std::printf("%d %d %d %d %d %d", work.head_steps, work.head_tiles, work.tiles, work.cleared,
-                work.ahead, whole_heads);
+    std::printf("%d %d %d %d %d %d %d", work.head_steps, work.head_tiles, work.tiles, work.cleared,
+                work.ahead, takes_long_steps(params), whole_heads);
     const UnequalParts& unequal = plan.unequal;
     for (int i = 0; i < unequal.blocks; ++i) {
       std::printf(" %d", unequal.first[i + 1] - unequal.first[i]);

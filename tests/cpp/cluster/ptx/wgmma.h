@@ -59,8 +59,9 @@ void start_product(float (&d)[kTiles][4], AOf a_of, uint64_t b, bool accumulate)
   products.push_back(product);
 }
 
-template <int kTransB, int kTiles, typename T>
+template <int kTransB, int kTransA, int kTiles, typename T>
 void wgmma(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate, T) {
+  static_assert(kTransA == 0);
   const int row = host::current->thread % 128 / 32 * 16 + host::lane() / 4;
   const auto a_of = [=](int half, int k) { return element_of<T>(a, row + 8 * half, k); };
   start_product<T, kTransB>(d, a_of, b, accumulate);
