@@ -17,6 +17,7 @@ from helpers import since_torch
 import flash_attn
 from benchmarks import (
     attention,
+    builds,
     cpu,
     decode,
     memory,
@@ -468,6 +469,43 @@ def test_cpu(capsys, monkeypatch, dtype):
     for case, _ in cpu.cases(256, cpu.DTYPES[dtype]):
         ours, peer = case.ours(*case.inputs).float(), case.peer(*case.inputs).float()
         assert (ours - peer).norm() / peer.norm() < tolerance, case.name
+
+
+def test_builds(tmp_path, capfd):
+    own, broken = f"own={report.ROOT}", tmp_path / "broken"
+    (broken / "flash_attn").mkdir(parents=True)
+    (broken / "flash_attn" / "__init__.py").write_text("raise SystemExit(7)")
+    tiny = ("--headdim", "32", "--seqlen", "32", "64", "--tokens", "64", "--width", "32")
+    once = ("--dtype", "fp32", "--causal", "yes", "--rounds", "2", "--direction", "backward")
+    builds.main(["--build", own, f"same={report.ROOT}", *tiny, *once, "--backend", "tiled"])
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert lines[0][-3:] == ["of", "own", "same"] and len(lines) == 4
+    assert float(lines[1][-2]) > 0 and float(lines[1][-1]) > 0
+    assert lines[-1][:3] == ["speed", "of", "same:"] and lines[-1][-4:] == [
+        "2",
+        "cases)",
+        "to",
+        "own",
+    ]
+
+    builds.main(["--build", own, f"same={report.ROOT}", *tiny, *once, "--backend", "sm80"])
+    assert "skipped same in 2 cases: " in capfd.readouterr().out
+    with pytest.raises(RuntimeError, match="ended with status 7"):
+        builds.main(["--build", own, f"broken={broken}", *tiny, *once])
+    with pytest.raises(SystemExit):
+        builds.main(["--build", own, f"absent={tmp_path}"])
+    assert f"absent={tmp_path} has no package flash_attn" in capfd.readouterr().err
+
+
+def test_ratios_of_builds_are_those_within_a_round():
+    rows = [
+        {"samples": {"a": [1.0, 2.0], "b": [2.0, 2.0], "c": [1.0, 1.0]}, "skipped": {}},
+        {"samples": {"a": [9.0], "b": [3.0]}, "skipped": {"c": "no"}},
+    ]
+    row = builds.merged(rows)
+    assert row["skipped"] == {"c": "no"} and list(row["samples"]) == ["a", "b"]
+    assert builds.ratios(row["samples"], "a") == {"b": 1.0}
+    assert builds.ratios(row["samples"], "c") == {}
 
 
 def test_plots_need_matplotlib(tmp_path, monkeypatch, capsys):

@@ -14,14 +14,14 @@
 //              and dS^T
 //   adders     two warps: have TMA add dQ to a float32 workspace, the second only if that goes in
 //              turns
-//   idle       two warps, if there is one adder: clear that workspace and round dQ of other heads,
-//   or
-//              round dQ of the heads that the thread block takes whole, see idle_warps.cuh
+//   idle       two warps, if there is one adder: clear that workspace and round dQ of other heads;
+//              or round dQ of the heads that the thread block takes whole, see idle_warps.cuh
 //   writers    of lone tiles, in place of adders and idle warps, three warps: write dQ
 //
 // dQ needs all keys of the tile: dS goes through shared memory, and each warpgroup computes half of
 // dQ. The causal or window mask: KeyTileRange takes the blocks of queries that see some key,
-// `scores_to_probabilities` hides single keys (common/mask.h).
+// `scores_to_probabilities` hides single keys (common/mask.h). Long sequences without a mask have
+// consumers of their own, see long_backward_consumer.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -138,8 +138,11 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   constexpr int kRows = kWarpgroupRows;  // of a half: queries
   constexpr int kKSteps = Config::kKSteps, kVSteps = Config::kVSteps;
-  constexpr bool kEarlyP = Config::kEarlyP;
   constexpr int kSteps = kRows / kWgmmaDepth<T>;  // over the queries of a half
+  constexpr bool kEarlyP = Config::kEarlyP;
+  static_assert(kEarlyP || kHalves == 1);
+  // Of dK of the last half, in front of dQ. At head dim 128 it is faster to keep some behind dV.
+  constexpr int kFirstSteps = kHeadDim > 96 ? kSteps - 1 : kSteps;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int warp = warp_uniform(thread / 32);
   const int first_key = warpgroup * kRows + warp * 16;  // of the warp, in the tile
@@ -159,65 +162,59 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       load_operands<T, kBlockN, kKSteps>(k_operands, k, first_key, lane);
       load_operands<T, kBlockN, kVSteps>(v_operands, v, first_key, lane);
     }
-    float p[kHalves][1][kRows / 8][4];
-    static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
-    const auto stage_of = [](uint32_t count) { return warp_uniform_condition(count & 1) ? 1 : 0; };
-    const auto start_scores = [&](uint32_t count, int half) {
-      const int stage = stage_of(count);
-      if (half == 0) shared.q_pipeline.wait_full(PipelineState<Config::kStages>{count});
-      const KMajor<T, kBlockM> queries(shared.q[stage], half * kRows);
-      start_mixed_multiply<T, kHeadDim, kKSteps>(p[half][0], k_operands,
-                                                 KMajor<T, kBlockN>(k, warpgroup * kRows), queries);
-    };
     HeadOptions head(params, tile.batch, step.head);
-    if (has_steps) {
-      start_scores(step_count, 0);
-      ptx::wgmma_wait<0>(p[0][0]);
-    }
 #pragma unroll 1
     for (bool more = has_steps; more; ++step_count) {
-      const int stage = stage_of(step_count);
+      static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
+      const int stage = warp_uniform_condition(step_count & 1) ? 1 : 0;
       const PipelineState<Config::kStages> state{step_count};
       const PipelineState<Config::kDsStages> ds_state{step_count};
       const PipelineState<Config::kDqStages> dq_state{step_count};
       const T* const q = shared.q[stage];
       const T* const dout = shared.dout[stage];
       T* const ds_tile = shared.ds[Config::kDsStages == 1 ? 0 : stage];
-
-      float ds[1][kRows / 8][4];
-      uint32_t ds_operands[kSteps][4];
-      const auto start_dp = [&](int half) {
-        const KMajor<T, kBlockM> gradients(dout, half * kRows);
-        start_mixed_multiply<T, kHeadDimV, kVSteps>(
-            ds[0], v_operands, KMajor<T, kBlockN>(v, warpgroup * kRows), gradients);
-      };
       more = warp_uniform_condition(step.left > 1);
+
+      float p[kHalves][1][kRows / 8][4], ds[1][kRows / 8][4];
+      const auto start_scores = [&](int half) {
+        start_mixed_multiply<T, kHeadDim, kKSteps>(p[half][0], k_operands,
+                                                   KMajor<T, kBlockN>(k, warpgroup * kRows),
+                                                   KMajor<T, kBlockM>(q, half * kRows));
+      };
+      const auto start_dp = [&](int half) {
+        start_mixed_multiply<T, kHeadDimV, kVSteps>(ds[0], v_operands,
+                                                    KMajor<T, kBlockN>(v, warpgroup * kRows),
+                                                    KMajor<T, kBlockM>(dout, half * kRows));
+      };
+      shared.q_pipeline.wait_full(state);
+      start_scores(0);
       float2 lse[kRows / 8];
-      if (kEarlyP) load_statistic(lse, shared.statistics[stage] + lane % 4 * 2);
+      const float* const statistics = shared.statistics[stage] + lane % 4 * 2;
+      if (kEarlyP) load_statistic(lse, statistics);
       shared.dout_pipeline.wait_full(state);
       start_dp(0);
-      if constexpr (kHalves == 2) start_scores(step_count, 1);
+      if constexpr (kHalves == 2) start_scores(1);
+      ptx::wgmma_wait<kHalves>(p[0][0]);
 
+      uint32_t p_operands[kSteps][4], ds_operands[kSteps][4];
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        const float* const statistics = shared.statistics[stage] + half * kRows + lane % 4 * 2;
         float2 delta[kRows / 8];
-        if (!kEarlyP || half > 0) load_statistic(lse, statistics);
-        const int query_begin = step.m_block * kBlockM + half * kRows;
-        // Behind S^T: dV, dK and dP^T.
+        const float* const half_delta = statistics + kBlockM + half * kRows;
+        if (!kEarlyP || half > 0) load_statistic(lse, statistics + half * kRows);
+        // Behind S^T: dP^T, dV and dK.
         if (half > 0) ptx::wgmma_wait<3>(p[half][0]);
 
-        if (!kFull) load_statistic(delta, statistics + kBlockM);
-        uint32_t p_operands[kSteps][4];
+        if (!kFull) load_statistic(delta, half_delta);
         scores_to_probabilities<T, kFull>(p[half], p_operands, params, range.mask, scale_log2, lse,
-                                          head, query_begin, n_begin + first_key, lane);
-        if (kFull) load_statistic(delta, statistics + kBlockM);
+                                          head, step.m_block * kBlockM + half * kRows,
+                                          n_begin + first_key, lane);
+        if (kFull) load_statistic(delta, half_delta);
         // Needed where dS is stored. If it stands here, for each half, its loop keeps the
         // exponentials in front of the wait for dP^T: ptxas would move most of them behind that.
         if (kEarlyP) shared.ds_pipeline.wait_empty(ds_state);
-        // Behind dP^T: the other half's S^T, or nothing.
-        half == 0 ? ptx::wgmma_wait<kHalves - 1>(ds[0]) : ptx::wgmma_wait<0>(ds[0]);
-        start_multiply_accumulate<T>(dv[0], p_operands, MnMajor<T, kBlockM>(dout, half * kRows));
+        // Behind dP^T: the other half's S^T or, of the second half, dV and dK of the first.
+        half == 0 ? ptx::wgmma_wait<kHalves - 1>(ds[0]) : ptx::wgmma_wait<2>(ds[0]);
         with_condition<kFull>(params.rng_state != nullptr, [&](auto drops) {
 #pragma unroll
           for (int n = 0; n < kRows / 8; ++n) {
@@ -226,32 +223,35 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
         });
         pack_operands<T>(ds_operands, ds);
 
-        if (!kEarlyP && half == 0) shared.ds_pipeline.wait_empty(ds_state);
+        if (!kEarlyP) shared.ds_pipeline.wait_empty(ds_state);
         const uint32_t target = shared_address(ds_tile) + ds_place + half * kRows * kPartRowBytes;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           ptx::stmatrix_x4_trans(target + i * 16 * kPartRowBytes, ds_operands[i]);
         }
-        const MnMajor<T, kBlockM> queries(q, half * kRows);
         if (half < kHalves - 1) {
-          start_multiply_accumulate<T>(dk[0], ds_operands, queries);
           start_dp(half + 1);
-        } else {
-          arrive_of_warp(shared.ds_pipeline.full[ds_state.stage()], lane);
-          // Half of it: the rest runs beside the stores of dQ.
-          start_multiply<T, true, 0, kSteps / 2>(dk[0], ds_operands, queries);
+          start_multiply_accumulate<T>(dv[0], p_operands, MnMajor<T, kBlockM>(dout, half * kRows));
+          start_multiply_accumulate<T>(dk[0], ds_operands, MnMajor<T, kBlockM>(q, half * kRows));
         }
       }
+      arrive_of_warp(shared.ds_pipeline.full[ds_state.stage()], lane);
 
+      // dK runs while the other warpgroup stores its dS, dV beside the stores of dQ.
+      constexpr int kFirstRow = (kHalves - 1) * kRows;
+      const MnMajor<T, kBlockM> queries(q, kFirstRow);
+      start_multiply<T, true, 0, kFirstSteps>(dk[0], ds_operands, queries);
       shared.ds_pipeline.wait_stored(ds_state);
       float dq[Config::kDqCols / 8][4];
       start_multiply<T, kBlockN>(dq, KMajor<T, kBlockM>(ds_tile, dq_half * kRows),
                                  MnMajor<T, kBlockN>(k, 0, dq_col));
-      start_multiply<T, true, kSteps / 2, kSteps / 2>(
-          dk[0], ds_operands, MnMajor<T, kBlockM>(q, (kHalves - 1) * kRows));
-      ptx::wgmma_wait<1>(dv[0]);
-      ptx::wgmma_wait<1>(dq);
-      shared.dout_pipeline.release(state, lane);
+      start_multiply_accumulate<T>(dv[0], p_operands, MnMajor<T, kBlockM>(dout, kFirstRow));
+      if constexpr (kFirstSteps < kSteps) {
+        start_multiply<T, true, kFirstSteps, kSteps - kFirstSteps>(dk[0], ds_operands, queries);
+        ptx::wgmma_wait<2>(dq);
+      } else {
+        ptx::wgmma_wait<1>(dq);
+      }
       shared.ds_pipeline.release(ds_state, lane);
 
       // Other warps take it from here.
@@ -267,11 +267,9 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       }
       arrive_of_warp(shared.dq_pipeline.full_of(dq_state), lane);
       ptx::wgmma_wait<0>(dk[0]);
-      // The next step's scores. Of the last step they are computed again: a condition would make
-      // the compiler wait for each product.
-      start_scores(step_count + more, 0);
+      ptx::wgmma_wait<0>(dv[0]);
+      shared.dout_pipeline.release(state, lane);
       shared.q_pipeline.release(state, lane);
-      ptx::wgmma_wait<0>(p[0][0]);
       if (step.next(range.m_blocks) && more) head = {params, tile.batch, step.head};
     }
   };

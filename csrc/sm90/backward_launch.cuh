@@ -94,11 +94,11 @@ BackwardSchedule make_schedule(const BackwardParams& params, int workers) {
   schedule.lone = Config::kWritesDq && params.seqlen_k <= Config::kBlockN;
   // Rotated tiles wait for each other, so those of a section must all be running, each on another
   // worker.
-  const bool masked = params.window_left < params.seqlen_k || params.window_right < params.seqlen_q;
   const int parts = std::max(1, schedule.blocks * schedule.splits);  // of a head
   const int64_t together = workers / parts;                          // heads
   const int64_t least = packed ? params.nheads_kv : 1;
-  schedule.rotated = params.deterministic && !schedule.lone && !masked && together >= least;
+  schedule.rotated =
+      params.deterministic && !schedule.lone && !is_masked(params) && together >= least;
   if (schedule.rotated) {
     schedule.section = static_cast<int>(std::min(heads, together)) * schedule.splits;
   }

@@ -307,10 +307,13 @@ BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_
   return best.plan;
 }
 
+bool is_masked(const BackwardParams& params) {
+  return bounded_window(params.window_left, params.seqlen_k) < params.seqlen_k ||
+         bounded_window(params.window_right, params.seqlen_q) < params.seqlen_q;
+}
+
 bool takes_long_steps(const BackwardParams& params) {
-  const bool masked = bounded_window(params.window_left, params.seqlen_k) < params.seqlen_k ||
-                      bounded_window(params.window_right, params.seqlen_q) < params.seqlen_q;
-  return !masked && params.seqlen_q >= kLongQueries && params.seqlen_k >= kLongKeys;
+  return !is_masked(params) && params.seqlen_q >= kLongQueries && params.seqlen_k >= kLongKeys;
 }
 
 // Heads of a section are done together: the rows kernel clears the workspace of the first section,

@@ -22,6 +22,9 @@ struct BackwardPlan {
 BackwardPlan plan_backward(const BackwardParams& params, int block_m, int block_n, int workers,
                            int headdim, int headdim_v);
 
+// Whether some query may not see some key of its sequence.
+bool is_masked(const BackwardParams& params);
+
 // Whether steps have 80 queries, see long_backward_config.cuh.
 bool takes_long_steps(const BackwardParams& params);
 

@@ -9,16 +9,13 @@ struct BackwardTile {
   int stages;     // of Q and of dO in shared memory
   int ds_stages;  // of dS
   int kv_stages;  // of K and V; 2: the next tile's are loaded beside this one's
-  bool early_p;   // P is computed in front of the wait for dP^T
   bool k_in_registers, v_in_registers;  // as operands of S^T and dP^T, for all steps of a tile
 };
 
-// With early P at head dim 96, 4k and 16k tokens in bf16: 525, 510 TFLOP/s instead of 524, 545; at
-// 128 without it 577, 596 instead of 609, 611.
 constexpr BackwardTile backward_tile(int headdim) {
-  if (headdim <= 64) return {128, 128, 2, 1, 2, true, true, true};
-  if (headdim <= 96) return {64, 128, 2, 2, 1, false, false, true};
-  return {64, 128, 2, 2, 1, true, false, false};
+  if (headdim <= 64) return {128, 128, 2, 1, 2, true, true};
+  if (headdim <= 96) return {64, 128, 2, 2, 1, false, true};
+  return {64, 128, 2, 2, 1, false, false};
 }
 
 }  // namespace flash::sm90

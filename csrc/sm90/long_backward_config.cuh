@@ -26,7 +26,7 @@ struct LongBackwardConfig {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
   static constexpr bool kWritesDq = false, kHasIdleWarps = false;
-  // Rows of its accumulators are columns: each consumer has 64 of them.
+  // Consumers compute dQ^T: each has 64 rows, which are columns of dQ.
   static constexpr bool kTransposesDq = true;
   static_assert(kConsumers * kWarpgroupRows == kHeadDim);
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace

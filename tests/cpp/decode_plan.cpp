@@ -8,12 +8,11 @@
 using namespace flash;
 using namespace flash::decode;
 
-// Thread blocks of the kernels of heads of 128, in 16 bits, that run at a time, by the size of their
-// clusters: by twos on an SM, and alone.
+// Thread blocks of the kernels of heads of 128, in 16 bits, that run at a time, by the size of
+// their clusters: by twos on an SM, and alone.
 constexpr int kByTwos[] = {264, 264, 237, 248, 235, 234, 224, 240,
                            207, 210, 176, 192, 182, 196, 210, 224};
-constexpr int kAlone[] = {132, 132, 117, 120, 110, 102, 105, 120,
-                          81,  70,  77,  84,  91,  98,  105, 112};
+constexpr int kAlone[] = {132, 132, 117, 120, 110, 102, 105, 120, 81, 70, 77, 84, 91, 98, 105, 112};
 
 int main() {
   int batch, seqlen_k, nheads, nheads_kv, seqlen_q, num_splits;

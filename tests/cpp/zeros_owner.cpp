@@ -1,9 +1,9 @@
 // Whose zeros a stream's kernels use (graph_slots.cpp), with a CUDA runtime that knows of two green
 // contexts, whose default streams have one handle, and of a stream that graphs are captured from.
-#include "graph_slots.cpp"
-
 #include <cstdio>
 #include <cstdlib>
+
+#include "graph_slots.cpp"
 
 using namespace flash;
 
