@@ -29,6 +29,7 @@ from benchmarks.providers import attempt, find_providers
 from benchmarks.report import OURS, ROOT, Row, figure
 from benchmarks.timing import Sampler, capture_stream
 
+DEFAULT_BACKENDS = {"cuda": "sm90", "cpu": "tiled"}
 # The package comes from the build's folder, the benchmarks from this one.
 SERVE = (
     "import sys; sys.path.insert(0, sys.argv[1]); import flash_attn; "
@@ -146,12 +147,11 @@ def parse(
     own, rest = parser.parse_known_args(arguments)
     own.build = dict(text.partition("=")[::2] for text in own.build)
     for name, folder in own.build.items():
+        if not folder:
+            parser.error(f"--build: got {name}; give NAME=FOLDER")
         if not Path(folder, "flash_attn", "__init__.py").is_file():
             parser.error(f"--build: {name}={folder} has no package flash_attn")
     return own, attention.parse(rest, device)
-
-
-DEFAULT_BACKENDS = {"cuda": "sm90", "cpu": "tiled"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
