@@ -145,12 +145,17 @@ def parse(
     add("--backend", choices=OURS, default=DEFAULT_BACKENDS[device], help="whose kernels")
     add("--processes", type=int, default=2, help="of each build, one after the other")
     own, rest = parser.parse_known_args(arguments)
-    own.build = dict(text.partition("=")[::2] for text in own.build)
-    for name, folder in own.build.items():
+    folders: dict[str, str] = {}
+    for text in own.build:
+        name, _, folder = text.partition("=")
         if not folder:
             parser.error(f"--build: got {name}; give NAME=FOLDER")
         if not Path(folder, "flash_attn", "__init__.py").is_file():
             parser.error(f"--build: {name}={folder} has no package flash_attn")
+        if name in folders:
+            parser.error(f"--build: got two builds {name}; give each a name of its own")
+        folders[name] = folder
+    own.build = folders
     return own, attention.parse(rest, device)
 
 

@@ -492,9 +492,14 @@ def test_builds(tmp_path, capfd):
     assert "skipped same in 2 cases: " in capfd.readouterr().out
     with pytest.raises(RuntimeError, match="ended with status 7"):
         builds.main(["--build", own, f"broken={broken}", *tiny, *once])
-    with pytest.raises(SystemExit):
-        builds.main(["--build", own, f"absent={tmp_path}"])
-    assert f"absent={tmp_path} has no package flash_attn" in capfd.readouterr().err
+    for wrong, message in (
+        (f"absent={tmp_path}", f"absent={tmp_path} has no package flash_attn"),
+        ("own", "got own; give NAME=FOLDER"),
+        (own, "got two builds own; give each a name of its own"),
+    ):
+        with pytest.raises(SystemExit):
+            builds.main(["--build", own, wrong])
+        assert message in capfd.readouterr().err
 
 
 def test_ratios_of_builds_are_those_within_a_round():
