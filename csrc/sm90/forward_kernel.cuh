@@ -419,7 +419,9 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       consumer.wait_for_k(kv_state);
       consumer.load_q(q);
       if (Config::kQInRegisters) consumer.release_q();
+      turns.take();
       consumer.begin_scores(scores, q, kv_state);
+      turns.pass();
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
       if (kReleaseQEarly && block.is_last()) consumer.release_q();
@@ -450,8 +452,10 @@ __device__ void consume(const ForwardParams& params, const ForwardSchedule& sche
       ptx::wgmma_wait<0>(out[0]);
       consumer.release_v();
       kv_state.advance();
-    } else if (kFinishEarly) {
-      finish_softmax();
+    } else {
+      turns.take();  // each warpgroup has one turn more than there are blocks
+      turns.pass();
+      if (kFinishEarly) finish_softmax();
     }
     if constexpr (Config::kDivided) {
       merge_tile<Config>(params, schedule, tile, shared.part, softmax, out, scale(), first_row,

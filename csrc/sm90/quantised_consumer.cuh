@@ -208,7 +208,9 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       consumer.wait_for_k(kv_state);
       consumer.load_q(q);
       if constexpr (kQInRegisters && !kScaled) consumer.release_q();
+      turns.take();
       consumer.begin_scores(scores, q, kv_state);
+      turns.pass();
       scales.advance(consumer.scales_of(kv_state));
       ptx::wgmma_wait<0>(scores[0]);
       consumer.release_k(kv_state);
@@ -264,9 +266,13 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
       finish_output();
       long_sum.finish(out);
       if constexpr (!Config::kDivided && !Probabilities::kSummed) finish_softmax();
-    } else if constexpr (!Config::kDivided) {
-      epilogue.find_row(consumer.tile());
-      finish_softmax();
+    } else {
+      turns.take();
+      turns.pass();
+      if constexpr (!Config::kDivided) {
+        epilogue.find_row(consumer.tile());
+        finish_softmax();
+      }
     }
     if constexpr (Config::kDivided) {
       if constexpr (Config::kScaledValues) rescale_output(out, {scales.block.v, scales.block.v});
