@@ -19,6 +19,26 @@ namespace flash::sm90 {
 // Warps that add in order: while one waits until its addition is in memory, the other goes on.
 constexpr int kOrderedAdders = 2;
 
+// By one lane: has TMA add a chunk of dQ to what is at `target`, or store it there. In pieces: what
+// the producer asks for meanwhile comes between them.
+template <typename Config>
+__device__ void send_dq(float* target, const float4* chunk, bool adds) {
+  constexpr int kSize = Config::kBlockM * Config::kDqChunkCols / Config::kDqPieces;
+  const auto* source = reinterpret_cast<const float*>(chunk);
+#pragma unroll
+  for (int i = 0; i < Config::kDqPieces; ++i, target += kSize, source += kSize) {
+    if (adds) {
+      cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
+                                      cuda::ptx::op_add, target, source, sizeof(float) * kSize);
+    } else {
+      cuda::ptx::cp_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared, target, source,
+                               sizeof(float) * kSize);
+    }
+  }
+  cuda::ptx::cp_async_bulk_commit_group();
+  cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+}
+
 // By one lane of each warp that adds: it has TMA add, of its steps, the chunks of columns
 // chunks_of(row tile). To be deterministic, tiles add to a row tile in turns, which a semaphore
 // counts: see KeyTileRange::turn. The first stores, so there nobody clears the workspace. It ends
@@ -61,17 +81,7 @@ __device__ void add_dq(const BackwardParams& params, const BackwardSchedule& sch
 #pragma unroll 1
       for (int chunk = chunks.begin; chunk < chunks.end; ++chunk, state.advance()) {
         shared.dq_pipeline.wait_stored(state);
-        const auto* source = reinterpret_cast<const float*>(shared.dq[state.stage()]);
-        if (first) {
-          cuda::ptx::cp_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
-                                   target + chunk * kChunkSize, source, sizeof(shared.dq[0]));
-        } else {
-          cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
-                                          cuda::ptx::op_add, target + chunk * kChunkSize, source,
-                                          sizeof(shared.dq[0]));
-        }
-        cuda::ptx::cp_async_bulk_commit_group();
-        cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+        send_dq<Config>(target + chunk * kChunkSize, shared.dq[state.stage()], !first);
         shared.dq_pipeline.release_alone(state);
       }
       if (turns != nullptr) {
@@ -122,17 +132,7 @@ __device__ void add_dq_of_heads(const BackwardParams& params,
     const int place = queries.head % group * blocks + m_begin / kBlockM;
     if (first) shared.idle.wait_rounded(place);
     shared.dq_pipeline.wait_stored(state);
-    float* const target = accum + place * Config::kDqSize;
-    const auto* source = reinterpret_cast<const float*>(shared.dq[state.stage()]);
-    if (first) {
-      cuda::ptx::cp_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared, target, source,
-                               sizeof(shared.dq[0]));
-    } else {
-      cuda::ptx::cp_reduce_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared,
-                                      cuda::ptx::op_add, target, source, sizeof(shared.dq[0]));
-    }
-    cuda::ptx::cp_async_bulk_commit_group();
-    cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>());
+    send_dq<Config>(accum + place * Config::kDqSize, shared.dq[state.stage()], !first);
     shared.dq_pipeline.release_alone(state);
     cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<0>());
     if (complete) shared.idle.hand_over(place, queries);

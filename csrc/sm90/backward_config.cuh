@@ -17,6 +17,9 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages, kKvStages = kTile.kv_stages;
   static constexpr int kDsStages = kTile.ds_stages;
+  // dK and dV leave by way of the place of K and V, as the next tile has another for its own.
+  // Else by way of those of dS, Q and dO.
+  static constexpr bool kGradientsInKeys = kKvStages == 2;
   // Steps of K and V in registers. The full feature set has none left.
   static constexpr int kKSteps = kTile.k_in_registers && !kFull ? kHeadDim / kWgmmaDepth<T> : 0;
   static constexpr int kVSteps = kTile.v_in_registers && !kFull ? kHeadDimV / kWgmmaDepth<T> : 0;
@@ -35,9 +38,9 @@ struct BackwardConfig {
   static constexpr int kDqCols = kDividesDqRows ? kHeadDim : 64;
   static_assert(kDividesDqRows || (kHalves == 1 && kHeadDim > 64 && kHeadDim <= 128));
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
-  // Registers of a thread. At head dim 96 a producer of 24 spills.
-  static constexpr int kProducerRegisters = kHeadDim == 96 ? 40 : 24;
-  static constexpr int kConsumerRegisters = kHeadDim == 96 ? 232 : 240;
+  // Registers of a thread. These producers spill with 24.
+  static constexpr int kProducerRegisters = kHeadDim == 96 || (kFull && kHeadDim <= 64) ? 40 : 24;
+  static constexpr int kConsumerRegisters = kProducerRegisters == 40 ? 232 : 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 65536 / kThreads / 8 * 8 * (kConsumers + 1));
   static_assert(kBlockM % kWarpgroupRows == 0 && kConsumers == 2);
@@ -50,6 +53,10 @@ struct BackwardConfig {
   static constexpr int kDqFullBarriers = 2;           // two warps take every other step
   static constexpr int kDqChunkCols = kHeadDim;       // it is kept in chunks of columns
   static constexpr int kDqTurns = 1;  // of each row tile, if it is added to in order
+  // By measurement: in how many pieces TMA brings dQ of a step to memory; and whether K and V are
+  // loaded behind Q of the first step, instead of behind its dO.
+  static constexpr int kDqPieces = kHeadDim == 96 ? 1 : 2;
+  static constexpr bool kKeysBehindQ = kHeadDim == 96;
 
   static constexpr int kStepSlots = 4;
 

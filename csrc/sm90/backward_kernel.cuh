@@ -9,7 +9,7 @@
 //
 // Their warps have roles:
 //
-//   producer   one warp: finds the next tile, has TMA load K and V, then Q and dO block by block
+//   producer   one warp: finds the next tile, has TMA load Q and dO block by block, and K and V
 //   consumers  two warpgroups: own 64 keys each; dK and dV stay in their registers, and so do P^T
 //              and dS^T
 //   adders     two warps: have TMA add dQ to a float32 workspace, the second only if that goes in
@@ -88,21 +88,32 @@ __device__ void produce(BackwardProducer<Config> producer) {
     const Sequence& sequence = range.sequence;
     const int first_tile = dq_tile<kBlockM>(params, sequence, tile.batch);
     const auto valid_keys = [&] { return sequence.seqlen_k - range.n_begin; };
-    const auto load_keys = [&](Tail tail, auto& pipeline, auto* stages, const CUtensorMap& map) {
-      pipeline.wait_empty(kv_state);
-      producer.template load<kBlockN, kHeadDim>(
-          tail, stages[kv_state.stage()], map, pipeline.full[kv_state.stage()], sequence.k_batch,
-          sequence.k_first, tile.head_kv, range.n_begin, valid_keys(), schedule.clear_tail_k);
+    // K and V, at one place of the code: with two it would spill.
+    const auto load_keys = [&] {
+#pragma unroll 1
+      for (int tail = kTailOfK; tail <= kTailOfV; ++tail) {
+        const bool of_k = tail == kTailOfK;
+        auto& pipeline = of_k ? shared.k_pipeline : shared.v_pipeline;
+        auto* const stages = of_k ? shared.k : shared.v;
+        pipeline.wait_empty(kv_state);
+        producer.template load<kBlockN, kHeadDim>(static_cast<Tail>(tail), stages[kv_state.stage()],
+                                                  of_k ? producer.maps.k : producer.maps.v,
+                                                  pipeline.full[kv_state.stage()], sequence.k_batch,
+                                                  sequence.k_first, tile.head_kv, range.n_begin,
+                                                  valid_keys(), schedule.clear_tail_k);
+      }
     };
-    load_keys(kTailOfK, shared.k_pipeline, shared.k, producer.maps.k);
+    // Q and dO of the first step have room as soon as the tile before is at its last one.
 #pragma unroll 1
     for (bool first = true; step.left > 0; first = false, step.next(range.m_blocks)) {
-      const BulkCopy statistics = producer.announce(range, step, first_tile, state);
       producer.template load_queries<kHeadDim>(kTailOfQ, shared.q_pipeline, state, shared.q,
-                                               producer.maps.q, sequence, step, statistics);
-      if (first) load_keys(kTailOfV, shared.v_pipeline, shared.v, producer.maps.v);
+                                               producer.maps.q, sequence, step,
+                                               producer.statistics(step, first_tile, state));
+      if (Config::kKeysBehindQ && first) load_keys();
       producer.template load_queries<kHeadDim>(kTailOfDout, shared.dout_pipeline, state,
                                                shared.dout, producer.maps.dout, sequence, step);
+      if (!Config::kKeysBehindQ && first) load_keys();
+      producer.announce(range, step, first_tile, state);
       // Rows behind the sequence are cleared while the loads of all four are under way.
 #pragma unroll 1
       for (int tail = first ? kTailOfK : kTailOfQ; tail <= kTailOfDout; ++tail) {
@@ -130,8 +141,9 @@ __device__ void produce(BackwardProducer<Config> producer) {
 // ---- Consumers ---------------------------------------------------------------------------------
 
 template <typename Config>
-__device__ void consume(const BackwardParams& params, const BackwardSchedule& schedule,
-                        float scale_log2, typename Config::SharedStorage& shared, int warpgroup) {
+__device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
+                        const BackwardSchedule& schedule, float scale_log2,
+                        typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
   constexpr bool kFull = Config::kFull;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHalves = Config::kHalves;
@@ -152,9 +164,9 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
   const int dq_half = Config::kDividesDqRows ? warpgroup : 0;
   const int dq_col = Config::kDividesDqRows ? 0 : warpgroup * Config::kDqCols;
 
-  uint32_t step_count = 0;
   const auto take_steps = [&](const Tile& tile, const auto& range, StepIterator step,
-                              bool has_steps, const T* k, const T* v, auto& dk, auto& dv) {
+                              bool has_steps, const T* k, const T* v, auto& dk, auto& dv,
+                              uint32_t& step_count) {
     const int n_begin = warp_uniform(range.n_begin);
     Operands<kKSteps> k_operands;
     Operands<kVSteps> v_operands;
@@ -268,12 +280,13 @@ __device__ void consume(const BackwardParams& params, const BackwardSchedule& sc
       arrive_of_warp(shared.dq_pipeline.full_of(dq_state), lane);
       ptx::wgmma_wait<0>(dk[0]);
       ptx::wgmma_wait<0>(dv[0]);
-      shared.dout_pipeline.release(state, lane);
-      shared.q_pipeline.release(state, lane);
+      const int releasing = Config::kGradientsInKeys || more ? lane : kNoLane;
+      shared.dout_pipeline.release(state, releasing);
+      shared.q_pipeline.release(state, releasing);
       if (step.next(range.m_blocks) && more) head = {params, tile.batch, step.head};
     }
   };
-  consume_tiles<Config>(params, schedule, shared, warpgroup, warp, lane, take_steps);
+  consume_tiles<Config>(params, maps, schedule, shared, warpgroup, warp, lane, take_steps);
 }
 
 // ---- Adders, idle warps and writers -----------------------------------------------------------
@@ -329,6 +342,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::prefetch_tensor_map(&maps.k);
     ptx::prefetch_tensor_map(&maps.v);
     ptx::prefetch_tensor_map(&maps.dout);
+    ptx::prefetch_tensor_map(&maps.dk);
+    ptx::prefetch_tensor_map(&maps.dv);
   }
   if (threadIdx.x == 0) {
     shared.k_pipeline.init(Config::kConsumerWarps);
@@ -352,9 +367,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
     if constexpr (Config::kTransposesDq) {
-      consume_long<Config>(params, schedule, scale_log2, shared, warpgroup);
+      consume_long<Config>(params, maps, schedule, scale_log2, shared, warpgroup);
     } else {
-      consume<Config>(params, schedule, scale_log2, shared, warpgroup);
+      consume<Config>(params, maps, schedule, scale_log2, shared, warpgroup);
     }
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();

@@ -139,12 +139,16 @@ BackwardMaps make_maps(const BackwardParams& params) {
     return map(x, headdim, params.cu_seqlens_q != nullptr, params.total_q, params.seqlen_q,
                params.nheads, Config::kBlockM);
   };
-  const auto keys = [&](const Operand& x, int headdim) {
+  const auto keys = [&](const Operand& x, int headdim, int block) {
     return map(x, headdim, params.cu_seqlens_k != nullptr, params.total_k, params.seqlen_k,
-               params.nheads_kv, Config::kKeyRows);
+               params.nheads_kv, block);
   };
-  return {queries(params.q, params.headdim), keys(params.k, params.headdim),
-          keys(params.v, params.headdim_v), queries(params.dout, params.headdim_v)};
+  return {queries(params.q, params.headdim),
+          keys(params.k, params.headdim, Config::kKeyRows),
+          keys(params.v, params.headdim_v, Config::kKeyRows),
+          queries(params.dout, params.headdim_v),
+          keys(params.dk, params.headdim, kWarpRows),
+          keys(params.dv, params.headdim_v, kWarpRows)};
 }
 
 template <typename Config>
@@ -228,6 +232,8 @@ BackwardLauncher prepare_backward(BackwardParams& params, Workspaces& wanted) {
     replace_address(maps.k, bound.k.data);
     replace_address(maps.v, bound.v.data);
     replace_address(maps.dout, bound.dout.data);
+    replace_address(maps.dk, bound.dk.data);
+    replace_address(maps.dv, bound.dv.data);
     using Rows = RowsConfig<Config>;
     const SequenceTiles of_queries = SequenceTiles::of_queries(bound, Config::kBlockM).fewest();
     const int end_rows = static_cast<int>(of_queries.count()) * bound.nheads;

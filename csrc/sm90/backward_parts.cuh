@@ -1,4 +1,5 @@
-// dK and dV on their way out. If the steps of a tile are divided into parts, each part leaves them
+// dK and dV on their way out: by way of shared memory, from where TMA brings them to their place
+// while the next tile begins. If the steps of a tile are divided into parts, each part leaves them
 // in a workspace, and the end kernel adds them up.
 #pragma once
 
@@ -10,6 +11,8 @@
 #include "params.h"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/store.cuh"
+#include "sm90/tile_layout.cuh"
+#include "sm90/tma_store.cuh"
 
 namespace flash::sm90 {
 
@@ -28,14 +31,20 @@ struct PartLayout {
   }
 };
 
+// What dK or dV is multiplied by in the end.
+template <typename Config, bool kOfV, int kColTiles>
+__device__ void scale_gradient(const BackwardParams& params, float (&x)[1][kColTiles][4]) {
+  if (!kOfV) scale_by(x, params.gradient_scale);
+  if (kOfV && Config::kFull && params.rng_state != nullptr) scale_by(x, params.dropout_scale);
+}
+
 // Scales and stores columns of dK or dV of 16 keys, from key `key` of the sequence and column `col`
 // on.
 template <typename Config, bool kOfV, int kColTiles>
 __device__ void store_gradient(const BackwardParams& params, int batch, int head, int key, int col,
                                float (&x)[1][kColTiles][4], int lane) {
   using T = typename Config::T;
-  if (!kOfV) scale_by(x, params.gradient_scale);
-  if (kOfV && Config::kFull && params.rng_state != nullptr) scale_by(x, params.dropout_scale);
+  scale_gradient<Config, kOfV>(params, x);
   const Sequence sequence(params, batch);
   T* rows[2];
 #pragma unroll
@@ -51,7 +60,33 @@ __device__ void store_gradient(const BackwardParams& params, int batch, int head
   store_accumulators<T, 4>(rows, (kOfV ? params.headdim_v : params.headdim) - col, x[0], lane);
 }
 
-// By a warp that has them: dK or dV of 16 keys of a tile.
+// Scales dK or dV of 16 keys, from key `key` of the sequence on, writes them to shared memory and
+// has TMA store them. It reads until wait_for_stores_of_warp.
+// stage: (kParts, kWarpRows, kBoxCols<T>), of the warp
+template <typename Config, bool kOfV, int kColTiles>
+__device__ void send_gradient(const BackwardParams& params, const BackwardMaps& maps,
+                              const BackwardSchedule& schedule, const Sequence& sequence, int head,
+                              int key, typename Config::T* stage, float (&x)[1][kColTiles][4],
+                              int lane) {
+  using T = typename Config::T;
+  scale_gradient<Config, kOfV>(params, x);
+  stage_accumulators(stage, x[0], lane);
+  // Behind the last key of a dense sequence there is nothing that a box would overwrite.
+  if (!schedule.clear_tail_k || key + kWarpRows <= sequence.seqlen_k) {
+    if (lane == 0) {
+      store_boxes<kColTiles * 8>(kOfV ? maps.dv : maps.dk, stage, sequence.k_first + key, head,
+                                 sequence.k_batch);
+    }
+    return;
+  }
+  const int lane_key = key + lane % kWarpRows;
+  T* const row =
+      rows_of<T>(kOfV ? params.dv : params.dk, sequence.k_batch, sequence.k_first + lane_key, head);
+  store_staged_rows(lane_key < sequence.seqlen_k ? row : nullptr,
+                    kOfV ? params.headdim_v : params.headdim, stage, lane);
+}
+
+// By a warp that has them: dK or dV of 16 keys of a tile, straight from registers.
 template <typename Config, bool kOfV, int kColTiles>
 __device__ void finish_gradient(const BackwardParams& params, const BackwardSchedule& schedule,
                                 const Tile& tile, int n_block, int group,

@@ -14,12 +14,6 @@
 
 namespace flash::sm90 {
 
-// Maps (batch, heads, rows, dim), boxes of the rows of a block. Outside the tensors they read
-// zeros.
-struct BackwardMaps {
-  CUtensorMap q, k, v, dout;
-};
-
 // To shared memory, from global memory.
 struct BulkCopy {
   void* target;
@@ -84,28 +78,33 @@ struct BackwardProducer {
     if (lane == 0) shared.steps.tell(PipelineState<Config::kStepSlots>{count}, {-1, 0, true});
   }
 
-  // Says where a step's dQ goes, and which statistics come with its Q.
-  // first_tile: of the sequence, in the workspaces; state: of Q
-  __device__ BulkCopy announce(const KeyTileRange<Config>& range, const StepIterator& step,
-                               int first_tile, PipelineState<Config::kStages> state) {
-    constexpr int kBlockM = Config::kBlockM;
-    const int row_tile = step.head * params.row_tiles + first_tile + step.m_block;
-    shared.q_pipeline.wait_empty(state);
+  // In the workspaces. first_tile: of the sequence
+  __device__ int row_tile(const StepIterator& step, int first_tile) const {
+    return step.head * params.row_tiles + first_tile + step.m_block;
+  }
+  // What comes with Q of a step. state: of Q
+  __device__ BulkCopy statistics(const StepIterator& step, int first_tile,
+                                 PipelineState<Config::kStages> state) const {
+    return {shared.statistics[state.stage()],
+            params.row_statistics + int64_t{row_tile(step, first_tile)} * (2 * Config::kBlockM),
+            sizeof(shared.statistics[0])};
+  }
+
+  // Says where a step's dQ goes. state: of Q, whose stage is empty
+  __device__ void announce(const KeyTileRange<Config>& range, const StepIterator& step,
+                           int first_tile, PipelineState<Config::kStages> state) {
     if (lane == 0) {
       const int turn =
           params.dq_turn == nullptr ? range.n_block : range.turn(schedule, step.m_block);
       const PipelineState<Config::kStepSlots> slot{state.count};
       if constexpr (Config::kWritesDq) {
         const Sequence& rows = range.sequence;
-        const int m_begin = step.m_block * kBlockM;
+        const int m_begin = step.m_block * Config::kBlockM;
         shared.step_queries[slot.stage()] = {step.head, rows.q_batch, rows.q_first + m_begin,
-                                             min(kBlockM, rows.seqlen_q - m_begin)};
+                                             min(Config::kBlockM, rows.seqlen_q - m_begin)};
       }
-      shared.steps.tell(slot, {row_tile, turn, step.left == 1});
+      shared.steps.tell(slot, {row_tile(step, first_tile), turn, step.left == 1});
     }
-    return {shared.statistics[state.stage()],
-            params.row_statistics + int64_t{row_tile} * (2 * kBlockM),
-            sizeof(shared.statistics[0])};
   }
 };
 

@@ -1,6 +1,8 @@
 // The tiles of a Hopper backward, blocks of keys, and their steps over blocks of queries.
 #pragma once
 
+#include <cuda.h>
+
 #include "common/mask.h"
 #include "common/range.h"
 #include "common/sequence.h"
@@ -48,6 +50,12 @@ struct BackwardSchedule : TileSchedule {
   int64_t places_of_parts() const {
     return unequal.blocks > 0 ? tiles : int64_t{1} * divided_tiles() * splits;
   }
+};
+
+// Maps (batch, heads, rows, dim). Outside the tensors they read zeros and write nothing.
+struct BackwardMaps {
+  CUtensorMap q, k, v, dout;  // boxes: the rows of a block
+  CUtensorMap dk, dv;         // boxes: kWarpRows
 };
 
 // The tile or part with a ticket. tile: as the scheduler has it

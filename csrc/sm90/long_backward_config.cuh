@@ -31,6 +31,8 @@ struct LongBackwardConfig {
   static_assert(kConsumers * kWarpgroupRows == kHeadDim);
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqStages = 1, kDqFullBarriers = 2, kDqChunkCols = kHeadDim, kDqTurns = 1;
+  static constexpr int kDqPieces = 1;
+  static constexpr bool kGradientsInKeys = false, kKeysBehindQ = false;
 
   static constexpr int kStepSlots = 4;
 

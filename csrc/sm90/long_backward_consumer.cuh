@@ -32,9 +32,9 @@ __device__ void hide_keys(float (&p)[1][kColTiles][4], int valid, int lane) {
 }
 
 template <typename Config>
-__device__ void consume_long(const BackwardParams& params, const BackwardSchedule& schedule,
-                             float scale_log2, typename Config::SharedStorage& shared,
-                             int warpgroup) {
+__device__ void consume_long(const BackwardParams& params, const BackwardMaps& maps,
+                             const BackwardSchedule& schedule, float scale_log2,
+                             typename Config::SharedStorage& shared, int warpgroup) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
@@ -47,9 +47,9 @@ __device__ void consume_long(const BackwardParams& params, const BackwardSchedul
 
   const uint32_t ds_place = place_of_ds<kBlockM>(warpgroup, warp, lane);
 
-  uint32_t step_count = 0;
   const auto take_steps = [&](const Tile&, const auto& range, const StepIterator& step,
-                              bool has_steps, const T* k, const T* v, auto& dk, auto& dv) {
+                              bool has_steps, const T* k, const T* v, auto& dk, auto& dv,
+                              uint32_t& step_count) {
     const int valid_keys = warp_uniform(range.sequence.seqlen_k - range.n_begin - first_key);
     int left = warp_uniform(step.left);
 #pragma unroll 1
@@ -108,7 +108,8 @@ __device__ void consume_long(const BackwardParams& params, const BackwardSchedul
       start_multiply<T, true, kFirstSteps, kSteps - kFirstSteps>(dk[0], ds_operands, queries);
       ptx::wgmma_wait<1>(dv[0]);
       ptx::wgmma_wait<1>(dq);
-      shared.dout_pipeline.release(state, lane);
+      const int releasing = more ? lane : kNoLane;
+      shared.dout_pipeline.release(state, releasing);
       shared.ds_pipeline.release(ds_state, lane);
 
       // Other warps take it from here: for each 8 queries (16 columns, 32 lanes).
@@ -120,10 +121,10 @@ __device__ void consume_long(const BackwardParams& params, const BackwardSchedul
       }
       arrive_of_warp(shared.dq_pipeline.full_of(dq_state), lane);
       ptx::wgmma_wait<0>(dk[0]);
-      shared.q_pipeline.release(state, lane);
+      shared.q_pipeline.release(state, releasing);
     }
   };
-  consume_tiles<Config>(params, schedule, shared, warpgroup, warp, lane, take_steps);
+  consume_tiles<Config>(params, maps, schedule, shared, warpgroup, warp, lane, take_steps);
 }
 
 }  // namespace flash::sm90

@@ -42,6 +42,7 @@ struct WideBackwardConfig {
   static constexpr bool kWritesDq = false, kHasIdleWarps = false, kTransposesDq = false;
   static constexpr int kDqSize = kBlockM * kHeadDim;  // of a row tile of the workspace
   static constexpr int kDqTurns = kCluster;           // of each row tile
+  static constexpr int kDqPieces = 1;
   static_assert(kHeadDim > kDqCols && kHeadDim <= kCluster * kDqCols);
 
   static constexpr int kStepSlots = 8;

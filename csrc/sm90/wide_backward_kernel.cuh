@@ -154,10 +154,11 @@ __device__ void produce_wide(BackwardProducer<Config> producer, WideTiles<Config
     for (bool first = true; step.left > 0; first = false, step.next(range.m_blocks)) {
       const PipelineState<Config::kStages> q_state{count};
       const PipelineState<Config::kDoutStages> dout_state{count};
-      const BulkCopy statistics = producer.announce(range, step, first_tile, q_state);
-      producer.template load_queries<Config::kHeadDim>(kTailOfQ, shared.q_pipeline, q_state,
-                                                       shared.q, producer.maps.q, sequence, step,
-                                                       statistics);
+      shared.q_pipeline.wait_empty(q_state);
+      producer.announce(range, step, first_tile, q_state);  // in front of Q: consume_ds looks there
+      producer.template load_queries<Config::kHeadDim>(
+          kTailOfQ, shared.q_pipeline, q_state, shared.q, producer.maps.q, sequence, step,
+          producer.statistics(step, first_tile, q_state));
       finish_queries(cols, shared.q_pipeline, shared.q, q_state);
       if (first) load_keys(cols_v, shared.v_pipeline, shared.v, producer.maps.v, rank, 0);
       producer.template load_queries<Config::kHeadDimV>(kTailOfQ, shared.dout_pipeline, dout_state,
