@@ -10,4 +10,11 @@ __device__ inline int warp_uniform(int x) { return __shfl_sync(0xffffffff, x, 0)
 // does.
 __device__ inline bool warp_uniform_condition(bool x) { return __any_sync(0xffffffff, x); }
 
+// x of each lane, kept in a register. Where the compiler finds few, it would compute x again in
+// each step of a loop, and read the thread's number for that (S2R), for which what is behind waits.
+template <typename T>
+__device__ inline T keep(T x) {
+  return __shfl_sync(0xffffffff, x, threadIdx.x % 32);
+}
+
 }  // namespace flash

@@ -24,9 +24,7 @@ template <int kBlockM>
 __device__ uint32_t place_of_ds(int warpgroup, int warp, int lane) {
   const uint32_t row = (lane / 16 * 8 + lane % 8) * kPartRowBytes;
   const uint32_t chunk = ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
-  const uint32_t place = warpgroup * kBlockM * kPartRowBytes + row + chunk;
-  // Each lane's own. Without the shuffle ptxas computes it in each step, beside the exponentials.
-  return __shfl_sync(0xffffffff, place, lane);
+  return keep(warpgroup * kBlockM * kPartRowBytes + row + chunk);
 }
 
 constexpr int kNoLane = 32;       // where no lane shall arrive

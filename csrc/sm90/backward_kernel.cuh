@@ -26,6 +26,8 @@
 
 #include <cuda.h>
 
+#include <cuda/std/utility>
+
 #include "common/fragment.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"
@@ -160,6 +162,7 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
   const int first_key = warpgroup * kRows + warp * 16;  // of the warp, in the tile
 
   const uint32_t ds_place = place_of_ds<kBlockM>(warpgroup, warp, lane);
+  const int first_query = keep(lane % 4 * 2);  // of the lane, of each 8
   // Its part of dQ.
   const int dq_half = Config::kDividesDqRows ? warpgroup : 0;
   const int dq_col = Config::kDividesDqRows ? 0 : warpgroup * Config::kDqCols;
@@ -175,33 +178,35 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
       load_operands<T, kBlockN, kVSteps>(v_operands, v, first_key, lane);
     }
     HeadOptions head(params, tile.batch, step.head);
+    // Where a step's first operands lie is in registers before it begins.
+    static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
+    int stage = warp_uniform_condition(step_count & 1) ? 1 : 0;
+    uint32_t lap = warp_uniform_condition(step_count & 2) ? 1 : 0;
+    const KMajor k_rows = KMajor<T, kBlockN>(k, warpgroup * kRows).kept();
+    const KMajor v_rows = KMajor<T, kBlockN>(v, warpgroup * kRows).kept();
+    KMajor<T, kBlockM> q(shared.q[stage]), next_q(shared.q[stage ^ 1]);
+    KMajor<T, kBlockM> dout(shared.dout[stage]), next_dout(shared.dout[stage ^ 1]);
 #pragma unroll 1
     for (bool more = has_steps; more; ++step_count) {
-      static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
-      const int stage = warp_uniform_condition(step_count & 1) ? 1 : 0;
-      const PipelineState<Config::kStages> state{step_count};
+      const RingState<Config::kStages> state{static_cast<uint32_t>(stage), lap};
       const PipelineState<Config::kDsStages> ds_state{step_count};
       const PipelineState<Config::kDqStages> dq_state{step_count};
-      const T* const q = shared.q[stage];
-      const T* const dout = shared.dout[stage];
       T* const ds_tile = shared.ds[Config::kDsStages == 1 ? 0 : stage];
       more = warp_uniform_condition(step.left > 1);
 
       float p[kHalves][1][kRows / 8][4], ds[1][kRows / 8][4];
       const auto start_scores = [&](int half) {
-        start_mixed_multiply<T, kHeadDim, kKSteps>(p[half][0], k_operands,
-                                                   KMajor<T, kBlockN>(k, warpgroup * kRows),
-                                                   KMajor<T, kBlockM>(q, half * kRows));
+        start_mixed_multiply<T, kHeadDim, kKSteps>(p[half][0], k_operands, k_rows,
+                                                   q.from_row(half * kRows));
       };
       const auto start_dp = [&](int half) {
-        start_mixed_multiply<T, kHeadDimV, kVSteps>(ds[0], v_operands,
-                                                    KMajor<T, kBlockN>(v, warpgroup * kRows),
-                                                    KMajor<T, kBlockM>(dout, half * kRows));
+        start_mixed_multiply<T, kHeadDimV, kVSteps>(ds[0], v_operands, v_rows,
+                                                    dout.from_row(half * kRows));
       };
       shared.q_pipeline.wait_full(state);
       start_scores(0);
       float2 lse[kRows / 8];
-      const float* const statistics = shared.statistics[stage] + lane % 4 * 2;
+      const float* const statistics = shared.statistics[stage] + first_query;
       if (kEarlyP) load_statistic(lse, statistics);
       shared.dout_pipeline.wait_full(state);
       start_dp(0);
@@ -254,6 +259,10 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
       const MnMajor<T, kBlockM> queries(q, kFirstRow);
       start_multiply<T, true, 0, kFirstSteps>(dk[0], ds_operands, queries);
       shared.ds_pipeline.wait_stored(ds_state);
+      if constexpr (!kFull) {  // once more: ptxas then leaves out the first time, which is faster
+        ptx::hold(p[kHalves - 1][0]);
+        pack_operands<T>(p_operands, p[kHalves - 1]);
+      }
       float dq[Config::kDqCols / 8][4];
       start_multiply<T, kBlockN>(dq, KMajor<T, kBlockM>(ds_tile, dq_half * kRows),
                                  MnMajor<T, kBlockN>(k, 0, dq_col));
@@ -278,6 +287,10 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
         }
       }
       arrive_of_warp(shared.dq_pipeline.full_of(dq_state), lane);
+      lap ^= stage;
+      stage ^= 1;
+      cuda::std::swap(q, next_q);
+      cuda::std::swap(dout, next_dout);
       ptx::wgmma_wait<0>(dk[0]);
       ptx::wgmma_wait<0>(dv[0]);
       const int releasing = Config::kGradientsInKeys || more ? lane : kNoLane;

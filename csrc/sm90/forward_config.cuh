@@ -102,8 +102,7 @@ struct ForwardConfig {
                                     : kHeadDim == 192           ? 4
                                                                 : 2;
   static constexpr int kAllCodes = kBlockN / 8;
-  static constexpr int kLinearAhead = !kManyRegisters
-                                          ? (kWhole || (kTransposes && !kDivided) ? 0 : 2)
+  static constexpr int kLinearAhead = !kManyRegisters                         ? (kWhole ? 0 : 2)
                                       : kHeadDim == 192                       ? (kWhole ? 2 : 4)
                                       : kHeadDim == 128 && kScaled && !kWhole ? 4
                                                                               : kAllCodes;
@@ -113,6 +112,9 @@ struct ForwardConfig {
   static constexpr int kAhead = !kQuantisedValues ? kWideAhead
                                 : kLinear         ? kLinearAhead
                                                   : kRoundedAhead;
+  // Whether consumers keep the thread's number in a register (common/warp.h), as measured.
+  static constexpr bool kKeepsThread =
+      kQuantisedValues && (kTransposes ? kHeadDim == 128 : kHeadDim == 64);
   // Whether long rows are summed (long_sum.cuh). Where exponentials are rounded and keys are not
   // divided, a kernel that transposes values could not sum as its fellow does, bit for bit: it
   // takes kSummedKeys at most.

@@ -13,6 +13,7 @@
 #include "common/mask.h"
 #include "common/scores.h"
 #include "common/softmax.h"
+#include "common/warp.h"
 #include "params.h"
 #include "ptx/griddepcontrol.h"
 #include "ptx/named_barrier.h"
@@ -61,7 +62,9 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
   constexpr int kBlockN = Config::kBlockN, kOutTiles = Config::kHeadDimV / 8;
   using Score = typename Config::Score;
   using Probabilities = typename Config::Probabilities;
-  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  int thread = threadIdx.x % kWarpgroup;
+  if constexpr (Config::kKeepsThread) thread = keep(thread);
+  const int lane = thread % 32;
   const int warp_row = warpgroup * kWarpgroupRows + thread / 32 * kWarpRows;
   const int first_row = warp_row + lane / 4;  // and + 8
   const auto query_of = [&](int row) { return schedule.query_of(row); };
@@ -232,11 +235,12 @@ __device__ void consume_quantised(const QuantisedParams& params, const ForwardMa
         consumer.release_k(next);
         const auto finish_block = [&] {
           // (ptxas moves a wait up to the last condition: what is computed ahead stays before
-          // that of the sum, or before one that is never met. All codes are where it wants them.)
+          // that of the sum, or before one that is never met. All codes are where it wants them,
+          // unless the kernel transposes values.)
           constexpr bool kAllAhead = Config::kLinear && Config::kAhead == Config::kAllCodes;
           if constexpr (kSumInStep) {
             long_sum.count(out);
-          } else if constexpr (kSomeAhead && !kAllAhead) {
+          } else if constexpr (kSomeAhead && (!kAllAhead || Config::kTransposes)) {
             if (schedule.rows < 0) __trap();
           }
           finish_output();

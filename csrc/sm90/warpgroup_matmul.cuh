@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/shared_address.h"
+#include "common/warp.h"
 #include "ptx/ldmatrix.h"
 #include "ptx/wgmma.h"
 #include "sm90/tile_layout.cuh"
@@ -30,6 +31,19 @@ struct KMajor {
   __device__ explicit KMajor(const T* tile, int row = 0)
       : descriptor(shared_address(tile) + row * kRowBytes, 0) {}
 
+  // The same from row `row` of its rows on.
+  __device__ KMajor from_row(int row) const {
+    KMajor rows = *this;
+    rows.descriptor.start += row * kRowBytes / 16;
+    return rows;
+  }
+  // The same, kept in a register: the compiler cannot compute it again.
+  __device__ KMajor kept() const {
+    KMajor rows = *this;
+    rows.descriptor.start = warp_uniform(descriptor.start);
+    return rows;
+  }
+
   // Of the kWgmmaDepth<T> columns of step k.
   __device__ uint64_t step(int k) const {
     constexpr int kSteps = kRowBytes / kWgmmaBytes;  // of a part
@@ -49,6 +63,11 @@ struct MnMajor {
       : descriptor(shared_address(tile + (col / kBoxCols<T> * kRows + row) * kBoxCols<T> +
                                   col % kBoxCols<T>),
                    kRows * kPartRowBytes) {}
+  // The columns of a whole tile, from row `row` on.
+  __device__ explicit MnMajor(const KMajor<T, kRows, Sum>& tile, int row = 0)
+      : descriptor(tile.descriptor) {
+    descriptor.start += row * kPartRowBytes / 16 + (kRows * kPartRowBytes / 16 << 16);
+  }
 
   // Of the kWgmmaDepth<T> rows of step k.
   __device__ uint64_t step(int k) const {

@@ -13,6 +13,9 @@
 
 using std::max, std::min;
 
+struct {
+  int x;
+} threadIdx;  // named by code that does not run here
 float __log2f(float);
 float __fdividef(float, float);
 bool __any_sync(unsigned, bool);
