@@ -27,6 +27,12 @@ struct BackwardConfig {
   // P is computed in front of the wait for dP^T. At head dim 128 the full feature set is 3 % slower
   // with it.
   static constexpr bool kEarlyP = !kFull || kHeadDim <= 96;
+  // What a step begins with and is in registers from before. The full feature set has few left: it
+  // keeps what was measured to be fastest.
+  static constexpr bool kKeepsStage = !kFull || kHeadDim == 96;  // and the phase of its barriers
+  static constexpr bool kKeepsKeys = !kFull || kHeadDim > 64;    // descriptors of K and V
+  static constexpr bool kKeepsQueries = !kFull;                  // descriptors of Q and dO
+  static constexpr bool kKeepsStatistics = !kFull || kHeadDim <= 64;  // the lane's first query
 
   static constexpr int kCluster = 1;                           // thread blocks
   static constexpr int kKeyRows = kBlockN;                     // of a thread block

@@ -162,7 +162,8 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
   const int first_key = warpgroup * kRows + warp * 16;  // of the warp, in the tile
 
   const uint32_t ds_place = place_of_ds<kBlockM>(warpgroup, warp, lane);
-  const int first_query = keep(lane % 4 * 2);  // of the lane, of each 8
+  // The lane's first query of each 8.
+  const int first_query = Config::kKeepsStatistics ? keep(lane % 4 * 2) : lane % 4 * 2;
   // Its part of dQ.
   const int dq_half = Config::kDividesDqRows ? warpgroup : 0;
   const int dq_col = Config::kDividesDqRows ? 0 : warpgroup * Config::kDqCols;
@@ -178,16 +179,28 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
       load_operands<T, kBlockN, kVSteps>(v_operands, v, first_key, lane);
     }
     HeadOptions head(params, tile.batch, step.head);
-    // Where a step's first operands lie is in registers before it begins.
     static_assert(Config::kStages == 2 && Config::kDsStages <= 2);
-    int stage = warp_uniform_condition(step_count & 1) ? 1 : 0;
-    uint32_t lap = warp_uniform_condition(step_count & 2) ? 1 : 0;
-    const KMajor k_rows = KMajor<T, kBlockN>(k, warpgroup * kRows).kept();
-    const KMajor v_rows = KMajor<T, kBlockN>(v, warpgroup * kRows).kept();
+    int stage;
+    uint32_t lap;
+    const auto find_stage = [&] {
+      stage = warp_uniform_condition(step_count & 1) ? 1 : 0;
+      lap = warp_uniform_condition(step_count & 2) ? 1 : 0;
+    };
+    find_stage();
+    const auto rows_of = [&](const T* tile) {
+      const KMajor<T, kBlockN> rows(tile, warpgroup * kRows);
+      return Config::kKeepsKeys ? rows.kept() : rows;
+    };
+    const auto k_rows = rows_of(k), v_rows = rows_of(v);
     KMajor<T, kBlockM> q(shared.q[stage]), next_q(shared.q[stage ^ 1]);
     KMajor<T, kBlockM> dout(shared.dout[stage]), next_dout(shared.dout[stage ^ 1]);
 #pragma unroll 1
     for (bool more = has_steps; more; ++step_count) {
+      if constexpr (!Config::kKeepsStage) find_stage();
+      if constexpr (!Config::kKeepsQueries) {
+        q = KMajor<T, kBlockM>(shared.q[stage]);
+        dout = KMajor<T, kBlockM>(shared.dout[stage]);
+      }
       const RingState<Config::kStages> state{static_cast<uint32_t>(stage), lap};
       const PipelineState<Config::kDsStages> ds_state{step_count};
       const PipelineState<Config::kDqStages> dq_state{step_count};
@@ -287,10 +300,14 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
         }
       }
       arrive_of_warp(shared.dq_pipeline.full_of(dq_state), lane);
-      lap ^= stage;
-      stage ^= 1;
-      cuda::std::swap(q, next_q);
-      cuda::std::swap(dout, next_dout);
+      if constexpr (Config::kKeepsStage) {
+        lap ^= stage;
+        stage ^= 1;
+      }
+      if constexpr (Config::kKeepsQueries) {
+        cuda::std::swap(q, next_q);
+        cuda::std::swap(dout, next_dout);
+      }
       ptx::wgmma_wait<0>(dk[0]);
       ptx::wgmma_wait<0>(dv[0]);
       const int releasing = Config::kGradientsInKeys || more ? lane : kNoLane;
