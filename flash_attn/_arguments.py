@@ -881,7 +881,8 @@ def _check_values_of_varlen(a: Attention) -> None:
                     )
         lengths_k = list(map(min, used, lengths_k))
     first = _check_leftpad("leftpad_k", a.leftpad_k) or [0] * a.batch
-    check_longest("max_seqlen_k", a.max_seqlen_k, list(map(operator.sub, lengths_k, first)))
+    longest = lengths_k if a.block_table is None else list(map(operator.sub, lengths_k, first))
+    check_longest("max_seqlen_k", a.max_seqlen_k, longest)
     _check_pages(a, first, lengths_k)
 
 

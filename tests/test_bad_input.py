@@ -399,11 +399,12 @@ def test_lengths_in_use():
 
     arguments = varlen_arguments() | {"dropout_p": 0.0, "softmax_scale": None, "causal": False}
     forward(**arguments | {"seqused_k": int32([5, 6]), "max_seqlen_k": 6})
-    forward(**arguments | {"leftpad_k": int32([0, 2]), "max_seqlen_k": 5})
+    forward(**arguments | {"leftpad_k": int32([0, 2]), "max_seqlen_k": 7})
     for more, words in (
         ({"seqused_k": int32([5, 8])}, "seqused_k .* 7 for sequence 1, got 8"),
         ({"leftpad_k": int32([-1, 0])}, "leftpad_k .*at least 0, got -1"),
         ({"seqused_k": int32([5, 7]), "max_seqlen_k": 6}, "max_seqlen_k .* 7, got 6"),
+        ({"leftpad_k": int32([0, 2]), "max_seqlen_k": 5}, "max_seqlen_k .* 7, got 5"),
     ):
         with pytest.raises(ValueError, match=words):
             forward(**arguments | more)

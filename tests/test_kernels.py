@@ -197,6 +197,17 @@ def test_tile_edges(device, seqlen_q, mask, headdims):
 
 
 @of_each_kernel
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+def test_slopes_below_zero(device, dtype, headdims):
+    """Keys far away have a large bias, also for the queries behind the last of a tile."""
+    slopes = torch.tensor([-0.2, -1.0], device=device)
+    check(dense(1, 100, 100, 2, 2, *headdims, dtype=dtype, device=device, alibi_slopes=slopes))
+    check(
+        varlen([5, 70], [90, 80], 2, 2, *headdims, dtype=dtype, device=device, alibi_slopes=slopes)
+    )
+
+
+@of_each_kernel
 @pytest.mark.parametrize("nheads, nheads_kv", [(5, 5), (8, 2), (6, 3), (7, 1)])
 def test_head_groups(device, headdims, nheads, nheads_kv):
     sizes = (3, 130, 150, nheads, nheads_kv, *headdims)

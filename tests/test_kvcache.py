@@ -324,6 +324,9 @@ def test_out_is_written_in_place(device):
     exact = expect(replace(case, k_new=None, v_new=None, cache_seqlens=case.cache_seqlens + 3))
     assert_close_to_oracle(out, exact["out"], "out")
     assert_guard_intact(out)
+    apart = torch.full((*out.shape, 2), NAN, dtype=out.dtype, device=device)[..., 0]
+    call(case, out=apart)
+    assert torch.equal(apart, out)
 
 
 def failing_append(device: str, dtype: torch.dtype, **more: Any) -> None:

@@ -432,9 +432,10 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("total, batch", [(0, 2), (0, 0), (3, 0)])
-def test_empty_packed(total: int, batch: int) -> None:
-    x, (cos, sin) = torch.randn(total, 2, 8), tables(9, 8, torch.float32)
-    cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32)
+def test_empty_packed(device, total: int, batch: int) -> None:
+    x = torch.randn(total, 2, 8, device=device)
+    cos, sin = tables(9, 8, torch.float32, device)
+    cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=device)
     assert torch.equal(apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, max_seqlen=0), x)
 
 

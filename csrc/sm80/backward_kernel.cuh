@@ -227,6 +227,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       for (int i = ptx::opaque(static_cast<int>(threadIdx.x)); i < 2 * kBlockM; i += kThreads) {
         const int row = m_begin + i % kBlockM;
         const float* const source = (i < kBlockM ? params.lse : params.delta) + source_row + row;
+        // Behind the last query P is zero, also where a bias would make it infinite.
+        if (kFull && i < kBlockM && row >= seqlen_q) {
+          shared.statistics[i] = INFINITY;
+          continue;
+        }
         ptx::cp_async_4_zfill(shared_address(shared.statistics) + i * sizeof(float), source,
                               row < seqlen_q);
       }
