@@ -417,5 +417,7 @@ def test_derivatives_of_higher_order_are_refused() -> None:
         assert dx.requires_grad
         with pytest.raises(NotImplementedError, match="differentiable once"):
             dx.sum().backward()
-    (dx,) = torch.autograd.grad(y.sum(), x)
+    (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert not dx.requires_grad
+    with pytest.raises(NotImplementedError, match="gradients have no batches"):
+        torch.autograd.grad(y, x, torch.randn(3, 2, 4), is_grads_batched=True)

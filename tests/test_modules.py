@@ -436,6 +436,7 @@ def test_alibi_slopes_stay_as_they_are(dtype):
 def test_alibi_slopes():
     assert get_alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert get_alibi_slopes(1) == [2.0**-8]
+    assert get_alibi_slopes(torch.tensor(8)) == get_alibi_slopes(8)
     for nheads in (6, 12, 40):  # each second one of twice as many follows
         power = {6: 4, 12: 8, 40: 32}[nheads]
         expected = get_alibi_slopes(power) + get_alibi_slopes(2 * power)[::2][: nheads - power]
@@ -447,6 +448,8 @@ def test_alibi_slopes():
     [
         (ValueError, "embed_dim", lambda x, p: MHA(25, HEADS)),
         (ValueError, "num_heads_kv", lambda x, p: MHA(DIM, HEADS, 3)),
+        (ValueError, "num_heads_kv must be at least 1", lambda x, p: MHA(DIM, HEADS, 0)),
+        (ValueError, "num_heads must be at least 1", lambda x, p: MHA(DIM, 0)),
         (ValueError, "use_flash_attn", lambda x, p: MHA(DIM, HEADS, use_alibi=True)),
         (ValueError, "use_flash_attn", lambda x, p: MHA(DIM, HEADS, window_size=(3, 3))),
         (
