@@ -25,7 +25,7 @@ FP8 = torch.float8_e4m3fn  # of q, k and v; or of a cache, beside q of any of _D
 FP8_LEVELS = ("fast", "balanced", "accurate")  # fp8_level 1, 2, 3: see fp8.py
 _MOST_HEADDIM = 256  # that is quantised inside
 MOST_LENGTH = 2**31 - 1  # of int32
-_MOST, _LEAST_SOFTCAP = 1e38, 1e-30  # scores are in float32
+_MOST, _LEAST_SOFTCAP = 1e30, 1e-30  # scores are in float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,6 +304,20 @@ def test_upstream_gradients_of_any_strides(device):
         assert torch.equal(dq, expected)
 
 
+def test_log_sum_exp_of_no_key_has_no_gradient(device):
+    """Whatever arrives at it: logaddexp(-inf, -inf) sends NaN."""
+    problem = dense(seqlen_q=40, seqlen_k=30, device=device, causal=True)
+    leaves = [x.requires_grad_() for x in (problem.q, problem.k)]
+    _, lse, _ = call(problem, return_attn_probs=True)
+    dlse, sees_none = torch.randn_like(lse), lse == -torch.inf
+    assert sees_none.any() and not sees_none.all()
+    expected, found = (
+        torch.autograd.grad(lse, leaves, dlse.masked_fill(sees_none, x), retain_graph=True)
+        for x in (0.0, NAN)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
 def test_without_gradient_no_graph(device):
     problem = dense(device=device)
     assert not call(problem).requires_grad

@@ -479,7 +479,9 @@ __global__ void __launch_bounds__(kDeltaThreads<kHeadDimV>)
   if (row < sequence.seqlen_q && threadIdx.x % kLanes == 0) {
     const int64_t place = sequence.q_batch * params.lse_batch_stride +
                           head * params.lse_head_stride + sequence.q_first + row;
-    params.delta[place] = sum - (params.dlse == nullptr ? 0.f : params.dlse[place]);
+    // A row without a visible key has no gradient, whatever arrives at its log-sum-exp.
+    const bool counts = params.dlse != nullptr && params.lse[place] != -INFINITY;
+    params.delta[place] = sum - (counts ? params.dlse[place] : 0.f);
   }
 }
 

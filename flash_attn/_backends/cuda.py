@@ -75,6 +75,9 @@ _MORE_DECODE_KEYS = 1024  # of a sequence, at least
 _WIDENED_ROWS = 256
 _WIDENED_BYTES = 2**30
 
+# The kernels' tanh is right to 2e-7, in absolute terms, and a score to that times the softcap.
+_MOST_SOFTCAP = 1e4
+
 # Features of a call, as messages name them where their name will not do.
 _DESCRIPTIONS = {
     "any_alignment": "tensors that cannot be moved 16 bytes at a time",
@@ -151,6 +154,8 @@ def unsupported(problem: Attention, backend: str, operation: str) -> str | None:
 
     ``operation`` is "forward" or "backward".
     """
+    if problem.softcap > _MOST_SOFTCAP:
+        return f"has no softcap above {_MOST_SOFTCAP:g}"
     if problem.is_fp8 and operation == "forward":
         return _unsupported_in_fp8(problem, backend)
     if problem.is_quantised and not problem.is_fp8:
