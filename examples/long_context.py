@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--method", choices=["ring", "ulysses", "mesh"], default="ring")
     parser.add_argument("--row", type=int, default=8, help="processes of a row of the mesh")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 64, the head dim")
+    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 64 times --group")
     parser.add_argument("--group", type=int, default=4, help="query heads of a key head")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="compare with one process")

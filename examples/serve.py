@@ -252,7 +252,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--prompt", type=int, default=2048 if has_gpu else 60, help="tokens of the longest prompt")
     add("--new", type=int, default=256 if has_gpu else 12, help="most tokens of an answer")
     add("--layers", type=int, default=8 if has_gpu else 2)
-    add("--hidden", type=int, default=2048 if has_gpu else 256)
+    add(
+        "--hidden",
+        type=int,
+        default=2048 if has_gpu else 256,
+        help="a multiple of 64 times --group",
+    )
     add("--group", type=int, default=4 if has_gpu else 2, help="query heads of a key head")
     add("--page-size", type=int, default=16)
     add("--contiguous", action="store_true", help="a static cache in place of pages")
