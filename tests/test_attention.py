@@ -58,9 +58,9 @@ def test_seqlens(device, seqlen_q, causal):
         check(problem)
 
 
-@pytest.mark.parametrize("left", [-1, 0, 5, 100])
-@pytest.mark.parametrize("right", [-1, 0, 70])
-@pytest.mark.parametrize("seqlens", [(129, 200), (200, 129), (150, 150)], ids=str)
+@pytest.mark.parametrize("left", [-1, 0, 1, 5, 126])  # 1 and 126 end on the edge of a tile
+@pytest.mark.parametrize("right", [-1, 0, 1, 70])
+@pytest.mark.parametrize("seqlens", [(129, 200), (200, 129), (260, 260)], ids=str)
 def test_windows_across_tiles(device, seqlens, left, right):
     check(dense(1, *seqlens, 1, 1, 16, window_size=(left, right), device=device))
 
@@ -240,6 +240,14 @@ def test_probabilities(device, layout, dtype):
         torch.testing.assert_close(got.abs().double(), p, rtol=1e-2, atol=1e-5)
         kept = exact.keep[b, :, : p.shape[1], : p.shape[2]]
         assert ((got > 0) == kept)[got != 0].all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_probabilities_have_no_gradient(device, layout):
+    problem = LAYOUTS[layout](device=device, dropout_p=0.2)
+    problem.q.requires_grad_()
+    out, lse, probs = call(problem, return_attn_probs=True)
+    assert probs.numel() and [x.requires_grad for x in (out, lse, probs)] == [True, True, False]
 
 
 def test_dropout_follows_the_seed(device):

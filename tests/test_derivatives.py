@@ -362,6 +362,15 @@ def test_gradient_of_the_scale(device):
         flash_attn_func(q, k, v, softmax_scale=torch.zeros((), requires_grad=True))
 
 
+def test_gradient_of_the_scale_is_no_sum_of_16_bits(device):
+    q, k, v = (randn(*SHAPE, dtype=torch.bfloat16, device=device) for _ in range(3))
+    scale = torch.tensor(0.3, device=device, requires_grad=True)
+    out = flash_attn_func(q.requires_grad_(), k, v, softmax_scale=scale)
+    dq, grad = torch.autograd.grad(out, (q, scale), torch.randn_like(out))
+    expected = (dq.double() * q.detach().double()).sum() / scale.detach().double()
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(5, 0), (0, 5), (0, 0)])
 def test_create_graph_of_nothing(device, seqlen_q, seqlen_k):
     dtype = default_dtype()

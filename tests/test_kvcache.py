@@ -271,7 +271,7 @@ def test_leftpad_of_everything(device):
 
 @pytest.mark.parametrize("page_size", [None, 8])
 @pytest.mark.parametrize("rotary_dim", [0, 32])
-@pytest.mark.parametrize("lengths", [[5, -1, 30, -1], [-1, -1]], ids=str)
+@pytest.mark.parametrize("lengths", [[5, -1, 30, -1], [-1, 30], [-1, -1]], ids=str)
 @pytest.mark.parametrize("seqlen_new", [0, 1, 3])
 def test_padded_rows(device, page_size, rotary_dim, lengths, seqlen_new):
     """cache_seqlens -1 (and pages -1) pads a batch: zeros come out and nothing is appended."""

@@ -249,6 +249,27 @@ def test_return_residual(device):
     assert_same(layer, out, reference(layer, x), x)
 
 
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_checkpointing_attends_again_in_the_backward(flash, checkpointing):
+    layer = MHA(DIM, HEADS, use_flash_attn=flash, checkpointing=checkpointing)
+    calls = []
+    layer.inner_attn.register_forward_pre_hook(lambda *_: calls.append(None))
+    layer(torch.randn(1, 4, DIM)).sum().backward()
+    assert len(calls) == 1 + checkpointing
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_inner_attention_hands_on_whether_it_is_deterministic(monkeypatch, deterministic):
+    seen = []
+    for name in ("flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"):
+        monkeypatch.setattr(mha, name, lambda *_, **options: seen.append(options["deterministic"]))
+    qkv = torch.randn(1, 4, 3, HEADS, HEADDIM)
+    FlashSelfAttention(deterministic=deterministic)(qkv)
+    FlashCrossAttention(deterministic=deterministic)(qkv[:, :, 0], qkv[:, :, 1:])
+    assert seen == [deterministic] * 2
+
+
 @pytest.mark.parametrize("cls", [FlashSelfAttention, SelfAttention])
 def test_inner_self_attention(device, cls):
     """`causal` of a call overrides the layer's; dropout is of training alone."""
@@ -362,6 +383,7 @@ def test_sequences_of_different_lengths(device, name):
     state = generation(batch=3)
     cache = layer.allocate_inference_cache(3, 16).fill_(float("nan"))
     assert cache.shape == (3, 16, 2, layer.num_heads_kv, HEADDIM) and cache.dtype == torch.float64
+    assert layer.allocate_inference_cache(3, 16, torch.bfloat16).dtype == torch.bfloat16
     state.key_value_memory_dict[0] = cache
     texts = [torch.randn(n + 2, DIM, device=device, dtype=torch.float64) for n in (3, 9, 5)]
     for i, text in enumerate(texts):
@@ -379,7 +401,7 @@ def test_sequences_of_different_lengths(device, name):
         state.lengths_per_sample += 1
     state.batch_size_offset, rows = 1, state.lengths_per_sample.clone()
     rows[1:] -= 1
-    state.lengths_per_sample = rows
+    state.lengths_per_sample = rows.long()  # as torch.tensor makes them
     again = layer(tokens[1:], inference_params=state)  # the last step once more, for two sequences
     torch.testing.assert_close(again, got[1:])
 
