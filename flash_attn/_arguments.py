@@ -6,7 +6,6 @@ the CPU are read and checked.
 """
 
 import functools
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ FP8 = torch.float8_e4m3fn  # of q, k and v; or of a cache, beside q of any of _D
 FP8_LEVELS = ("fast", "balanced", "accurate")  # fp8_level 1, 2, 3: see fp8.py
 _MOST_HEADDIM = 256  # that is quantised inside
 MOST_LENGTH = 2**31 - 1  # of int32
+_MOST, _LEAST_SOFTCAP = 1e30, 1e-30  # scores are in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,14 +467,18 @@ def check_writable(name: str, x: Tensor) -> None:
     expanded = any(type(stride) is int and stride == 0 and n > 1 for n, stride in places)
     if expanded and x.numel() > 0:
         raise ValueError(f"{name} is written to and must not be expanded, got strides {x.stride()}")
-    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-        raise ValueError(f"{name} is written to and must not require a gradient as a leaf")
+    check_no_leaf(name, x)
     if torch.compiler.is_compiling():  # which does not trace is_inference
         return
     if x.is_inference() and not torch.is_inference_mode_enabled() and not x.is_cuda:
         raise ValueError(
             f"{name} is written to and was made in torch.inference_mode: call in it, too"
         )
+
+
+def check_no_leaf(name: str, x: Any) -> None:
+    if isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise ValueError(f"{name} is written to and must not require a gradient as a leaf")
 
 
 def check_backward(
@@ -881,7 +885,8 @@ def _check_values_of_varlen(a: Attention) -> None:
                     )
         lengths_k = list(map(min, used, lengths_k))
     first = _check_leftpad("leftpad_k", a.leftpad_k) or [0] * a.batch
-    check_longest("max_seqlen_k", a.max_seqlen_k, list(map(operator.sub, lengths_k, first)))
+    longest = lengths_k if a.block_table is None else list(map(operator.sub, lengths_k, first))
+    check_longest("max_seqlen_k", a.max_seqlen_k, longest)
     _check_pages(a, first, lengths_k)
 
 
@@ -985,13 +990,13 @@ def _check_options(
     left, right = integer("window_size", window_left), integer("window_size", window_right)
     scale = read_scale("softmax_scale", softmax_scale)
     dropout_p, softcap = real("dropout_p", dropout_p), real("softcap", softcap)
-    for name, number, limit, accepted in (
-        ("dropout_p", dropout_p, 1, "in [0, 1)"),
-        ("softcap", softcap, math.inf, "finite and at least 0"),
-        ("softmax_scale", 0 if scale is None else scale, math.inf, "finite and at least 0"),
-    ):
-        if not 0 <= number < limit:
-            raise ValueError(f"{name} must be {accepted}, got {number}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    for name, number in (("softcap", softcap), ("softmax_scale", 0 if scale is None else scale)):
+        if not 0 <= number <= _MOST:
+            raise ValueError(f"{name} must be at least 0 and at most {_MOST}, got {number}")
+    if 0 < softcap < _LEAST_SOFTCAP:
+        raise ValueError(f"softcap must be 0 or at least {_LEAST_SOFTCAP}, got {softcap}")
     left, right = (max(-1, min(size, MOST_LENGTH)) for size in (left, right))
     return Options(
         scale,

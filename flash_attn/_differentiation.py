@@ -21,6 +21,16 @@ class _WithoutDerivative(torch.autograd.Function):
         )
 
 
+NO_BATCHES = (
+    "gradients have no batches here (is_grads_batched, vectorize): ask for one after the other"
+)
+
+
+def is_batch(x: Any) -> bool:
+    """Whether it is a batch of gradients, of ``is_grads_batched`` or ``vectorize``."""
+    return isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A Function's backward whose results raise where their own derivative is wanted.
 
@@ -30,7 +40,11 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return backward(ctx, *gradients)
+        if any(map(is_batch, gradients)):
+            raise NotImplementedError(NO_BATCHES)
+        if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         with torch.no_grad():
             results = backward(ctx, *gradients)

@@ -24,6 +24,7 @@ from flash_attn import _arguments, _backends, _numbers
 from flash_attn._arguments import FP8, Attention
 from flash_attn._backends import Remember, cuda, tiled
 from flash_attn._backends.philox import draw_rng_state
+from flash_attn._differentiation import NO_BATCHES, is_batch
 
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 
@@ -443,6 +444,7 @@ def _operator(
         for x in ("dropout_p", "softmax_scale", "return_softmax", "rng_state")
     )
     i_lengths = names.index("cache_seqlens") if "cache_seqlens" in names else None
+    i_new = names.index("k") if mutates else 0
 
     def values_of(given: int, kwargs: dict[str, Any]) -> list[Any]:
         """The parameters after the first, given ones. (inspect's own binding takes 20 us more.)"""
@@ -519,6 +521,9 @@ def _operator(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )
         output: Any
+        if mutates and args[i_new] is not None:  # here, since a Function's forward has no grad mode
+            for parameter in mutates:
+                _arguments.check_no_leaf(parameter, args[names.index(parameter)])
         if mutates and torch.compiler.is_compiling() and wants_gradient(args, tensors):
             raise NotImplementedError(f"{no_gradient}, and torch.no_grad() around a compiled call")
         functorch = _in_transform()
@@ -676,6 +681,7 @@ def _carry_scale(q: Tensor, scale: Any) -> tuple[Tensor, Any]:
             "softmax_scale must be one number, not 0, where its gradient is wanted, got a tensor "
             f"of shape {tuple(scale.shape)}"
         )
+    scale = scale.reshape(())
     value = scale.detach()
     return (q.to(torch.promote_types(q.dtype, torch.float32)) * (scale / value)).to(q.dtype), value
 
@@ -776,13 +782,20 @@ def _gradients_function(
         if i_slopes < len(needed) and needed[i_slopes]:
             raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
 
-        if torch.is_grad_enabled() and not _is_watched(inputs):  # create_graph=True
+        is_batched = any(map(is_batch, (dout, dlse)))
+        create_graph = torch.is_grad_enabled() and not _is_watched(inputs)
+        if create_graph or is_batched:
             problem = problem_of(*inputs)
             if _backends.choose(problem, "backward") == "tiled" and not problem.is_fp8:
                 by_name = dict(zip(names, inputs, strict=True))
                 wanted = {n for n, needs in zip(names, needed, strict=False) if needs}
-                recorded = _recorded_gradients(problem_of, by_name, wanted, dout, dlse)
+                with torch.enable_grad():
+                    recorded = _recorded_gradients(
+                        problem_of, by_name, wanted, dout, dlse, create_graph
+                    )
                 return tuple(recorded.get(name) for name in ("q", "k", "v", "s_aux"))
+        if is_batched:
+            raise NotImplementedError(f"{NO_BATCHES}; {_OTHERS}")
 
         if dout is None:
             dout = torch.zeros_like(out)
@@ -877,8 +890,9 @@ def _recorded_gradients(
     needed: set[str],
     dout: Tensor | None,
     dlse: Tensor | None,
+    create_graph: bool,
 ) -> dict[str, Tensor]:
-    """The gradients of the needed inputs, recorded so that they can be differentiated again."""
+    """The gradients of the needed inputs, of a recorded forward: PyTorch's operators."""
     # Views: q, k and v may be one tensor, which is to get three gradients.
     leaves = {name: inputs[name].view_as(inputs[name]) for name in sorted(needed)}
     problem = problem_of(**inputs | leaves)
@@ -890,13 +904,14 @@ def _recorded_gradients(
     ]
     if not outputs:
         return {name: torch.zeros_like(x) for name, x in leaves.items()}
-    gradients = torch.autograd.grad(
-        [x for x, _ in outputs],
-        list(leaves.values()),
-        [dx for _, dx in outputs],
-        create_graph=True,
-        materialize_grads=True,
-    )
+    with torch.autocast(outputs[0][0].device.type, enabled=False):
+        gradients = torch.autograd.grad(
+            [x for x, _ in outputs],
+            list(leaves.values()),
+            [dx for _, dx in outputs],
+            create_graph=create_graph,
+            materialize_grads=True,
+        )
     return dict(zip(leaves, gradients, strict=True))
 
 

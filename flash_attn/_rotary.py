@@ -74,7 +74,7 @@ def apply_rotary(
                 return x if inplace else results[0]
         elif not _ops.wants_gradient(tables):
             check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-            if _backends.rotates(x, cos, sin):
+            if _backends.rotates(x, cos, sin, cu_seqlens):
                 if not inplace:
                     return _Turn.apply(x, *rest, conjugate)
                 return in_place(x, (), lambda x: x.copy_(_Turn.apply(x, *rest, conjugate)))
@@ -115,7 +115,7 @@ def _rotate_by_kernel(
 ) -> tuple[Tensor, ...] | None:
     """Return the rotated tensor, none of them if ``inplace``; None: no kernel takes this."""
     offsets = check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    if not _backends.rotates(x, cos, sin):
+    if not _backends.rotates(x, cos, sin, cu_seqlens):
         return None
     return _backends.rotate(
         x, cos, sin, offsets, cu_seqlens, interleaved, conjugate, inplace, remember

@@ -112,6 +112,8 @@ def _leaves(mask_function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, 
     if name == "and_masks":
         for function in variables["mask_functions"]:
             yield from _leaves(function)
+    elif name == "remap_positions_for_packed_sequence":  # in a document they ascend by 1
+        yield from _leaves(variables["mask_function"])
     else:
         yield name, variables
 

@@ -42,9 +42,9 @@ dimension are copied. Numbers may be NumPy's, or tensors of one element, which a
 GPU synchronises; in ``torch.compile(fullgraph=True)`` numbers have to be Python's). ``nheads`` must
 be a multiple of ``nheads_kv``: query head h reads key head h // (nheads / nheads_kv). The head
 dimension of v may differ from that of q and k. Wrong types and dtypes raise TypeError, other wrong
-arguments ValueError, and options that a forced backend lacks NotImplementedError. Indices that lie
-on the CPU are checked, those on a GPU are clamped into the tensors. A query without a visible key
-gives 0, log-sum-exp -inf and gradient 0.
+arguments ValueError. Options that a forced backend lacks, and dropout or a gradient in FP8, raise
+NotImplementedError. Indices that lie on the CPU are checked, those on a GPU are clamped into the
+tensors. A query without a visible key gives 0, log-sum-exp -inf and gradient 0.
 
 The kernels have the first derivative, in reverse mode. On the tiled backend derivatives of every
 order and mode are right, as are torch.func's transforms; where kernels run, forward mode and second

@@ -263,8 +263,8 @@ def quantize(
     """Round a tensor to float8_e4m3fn, with a scale for each sequence and head.
 
     The result is what ``flash_attn_func`` and the others take as q, k or v in FP8, and
-    ``flash_attn_with_kvcache`` as a cache. There is no rotation: a cache has to be readable by
-    queries that have none.
+    ``flash_attn_with_kvcache`` as a cache. x is not multiplied by the orthogonal matrix of the
+    levels: a cache is read by queries that are not either.
 
     Parameters
     ----------

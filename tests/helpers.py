@@ -247,7 +247,7 @@ OPTIONS: dict[str, Callable[[int, int, str], dict[str, Any]]] = {
     "window-causal": lambda b, h, device: {"window_size": (9, 4), "causal": True},
     "softcap": lambda b, h, device: {"softcap": 1.5},
     "alibi": lambda b, h, device: {"alibi_slopes": torch.rand(h, device=device)},
-    "alibi-batch": lambda b, h, device: {"alibi_slopes": torch.rand(b, h, device=device)},
+    "alibi-batch": lambda b, h, device: {"alibi_slopes": torch.rand(b, h, device=device) - 0.3},
     "dropout": lambda b, h, device: {"dropout_p": 0.2},
     "sinks": lambda b, h, device: {"s_aux": torch.randn(h, device=device)},
     "everything": lambda b, h, device: {

@@ -58,9 +58,9 @@ def test_seqlens(device, seqlen_q, causal):
         check(problem)
 
 
-@pytest.mark.parametrize("left", [-1, 0, 5, 100])
-@pytest.mark.parametrize("right", [-1, 0, 70])
-@pytest.mark.parametrize("seqlens", [(129, 200), (200, 129), (150, 150)], ids=str)
+@pytest.mark.parametrize("left", [-1, 0, 1, 5, 126])  # 1 and 126 end on the edge of a tile
+@pytest.mark.parametrize("right", [-1, 0, 1, 70])
+@pytest.mark.parametrize("seqlens", [(129, 200), (200, 129), (260, 260)], ids=str)
 def test_windows_across_tiles(device, seqlens, left, right):
     check(dense(1, *seqlens, 1, 1, 16, window_size=(left, right), device=device))
 
@@ -242,6 +242,14 @@ def test_probabilities(device, layout, dtype):
         assert ((got > 0) == kept)[got != 0].all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_probabilities_have_no_gradient(device, layout):
+    problem = LAYOUTS[layout](device=device, dropout_p=0.2)
+    problem.q.requires_grad_()
+    out, lse, probs = call(problem, return_attn_probs=True)
+    assert probs.numel() and [x.requires_grad for x in (out, lse, probs)] == [True, True, False]
+
+
 def test_dropout_follows_the_seed(device):
     problem = dense(dropout_p=0.5, device=device)
     outs = []
@@ -304,6 +312,20 @@ def test_upstream_gradients_of_any_strides(device):
         assert torch.equal(dq, expected)
 
 
+def test_log_sum_exp_of_no_key_has_no_gradient(device):
+    """Whatever arrives at it: logaddexp(-inf, -inf) sends NaN."""
+    problem = dense(seqlen_q=40, seqlen_k=30, device=device, causal=True)
+    leaves = [x.requires_grad_() for x in (problem.q, problem.k)]
+    _, lse, _ = call(problem, return_attn_probs=True)
+    dlse, sees_none = torch.randn_like(lse), lse == -torch.inf
+    assert sees_none.any() and not sees_none.all()
+    expected, found = (
+        torch.autograd.grad(lse, leaves, dlse.masked_fill(sees_none, x), retain_graph=True)
+        for x in (0.0, NAN)
+    )
+    assert all(map(torch.equal, found, expected))
+
+
 def test_without_gradient_no_graph(device):
     problem = dense(device=device)
     assert not call(problem).requires_grad
@@ -316,9 +338,11 @@ def test_without_gradient_no_graph(device):
 def test_out_is_written_in_place(device, layout):
     problem = LAYOUTS[layout](dtype=torch.bfloat16, device=device, causal=True)
     out = guarded(torch.full_like(problem.q, NAN))
-    returned = call(problem, out=out)
-    assert returned.data_ptr() == out.data_ptr() and returned.stride() == out.stride()
-    assert_matches_oracle({"out": out}, problem)
+    apart = torch.full((*problem.q.shape, 2), NAN, dtype=out.dtype, device=device)[..., 0]
+    for given in (out, apart):
+        returned = call(problem, out=given)
+        assert returned.data_ptr() == given.data_ptr() and returned.stride() == given.stride()
+        assert_matches_oracle({"out": given}, problem)
     assert_guard_intact(out)
 
 

@@ -10,6 +10,7 @@ import torch
 from helpers import NAN, cu_seqlens, int32, randn
 
 import flash_attn
+from flash_attn import _ops
 
 Arguments = dict[str, Any]
 
@@ -107,6 +108,9 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"softmax_scale": "1"}, TypeError, ["softmax_scale", "str"]),
         ({"softcap": -5.0}, ValueError, ["softcap", "-5.0"]),
         ({"softcap": NAN}, ValueError, ["softcap", "nan"]),
+        ({"softcap": 1e39}, ValueError, ["softcap", "1e+39", "at most 1e+30"]),
+        ({"softcap": 1e-46}, ValueError, ["softcap", "1e-46", "at least 1e-30"]),
+        ({"softmax_scale": 1e39}, ValueError, ["softmax_scale", "1e+39", "at most 1e+30"]),
         ({"softmax_scale": 10**400}, ValueError, ["softmax_scale", "finite", "1329 bits"]),
         ({"softmax_scale": True}, TypeError, ["softmax_scale", "bool"]),
         ({"softmax_scale": torch.ones(2)}, TypeError, ["softmax_scale", "(2,)"]),
@@ -348,6 +352,16 @@ def test_bad_argument(name, changes, exception, words):
         assert word in message, f"{word!r} is not in {message!r}"
 
 
+@pytest.mark.parametrize(
+    "name, good, bad", [("softmax_scale", 1.0, True), ("causal", True, 1.0)], ids=str
+)
+def test_bad_argument_that_equals_a_good_one(name, good, bad):
+    """Options that were right are remembered."""
+    flash_attn.flash_attn_func(**dense_arguments() | {name: good})
+    with pytest.raises(TypeError, match=name):
+        flash_attn.flash_attn_func(**dense_arguments() | {name: bad})
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_good_arguments_pass(name):
     function, arguments = CALLS[name]
@@ -376,13 +390,30 @@ def test_bad_kv_packing():
         flash_attn.flash_attn_kvpacked_func(randn(2, 5, 4, 8), randn(2, 5, 3, 4, 8))
 
 
-def test_pages_that_no_row_lies_in_are_not_looked_at():
-    """Of a row that pads a batch (length -1) neither pages nor slot count."""
-    arguments = kvcache_arguments() | {"cache_seqlens": int32([-1, 5])}
+@pytest.mark.parametrize("length", [-1, -9])
+def test_pages_that_no_row_lies_in_are_not_looked_at(length):
+    """Of a row that pads a batch (length -1, or any below 0) neither pages nor slot count."""
+    arguments = kvcache_arguments() | {"cache_seqlens": int32([length, 5])}
     table = int32([[-1, -1, -1], [3, 4, 99]])
     flash_attn.flash_attn_with_kvcache(**arguments | PAGED | {"block_table": table})
     slots = {"cache_batch_idx": int32([-7, 1])}
     flash_attn.flash_attn_with_kvcache(**arguments | slots)
+    no_keys = {"k": None, "v": None, "cache_seqlens": int32([0, 5])}
+    flash_attn.flash_attn_with_kvcache(**arguments | slots | no_keys)
+
+
+@pytest.mark.parametrize("no_page", [-1, 99])
+def test_pages_of_padding_are_not_looked_at(no_page):
+    """Nor those whose rows are all before the first key."""
+    arguments = kvcache_arguments() | PAGED
+    arguments |= {"cache_seqlens": int32([6, 7]), "cache_leftpad": int32([5, 0])}
+    outs = [
+        flash_attn.flash_attn_with_kvcache(
+            **arguments | {"block_table": int32([[page, 1, 2], [3, 4, 0]])}
+        )
+        for page in (0, no_page)
+    ]
+    assert torch.equal(*outs)
 
 
 def test_rotary_tables_that_are_just_long_enough():
@@ -399,14 +430,35 @@ def test_lengths_in_use():
 
     arguments = varlen_arguments() | {"dropout_p": 0.0, "softmax_scale": None, "causal": False}
     forward(**arguments | {"seqused_k": int32([5, 6]), "max_seqlen_k": 6})
-    forward(**arguments | {"leftpad_k": int32([0, 2]), "max_seqlen_k": 5})
+    forward(**arguments | {"leftpad_k": int32([0, 2]), "max_seqlen_k": 7})
     for more, words in (
         ({"seqused_k": int32([5, 8])}, "seqused_k .* 7 for sequence 1, got 8"),
         ({"leftpad_k": int32([-1, 0])}, "leftpad_k .*at least 0, got -1"),
         ({"seqused_k": int32([5, 7]), "max_seqlen_k": 6}, "max_seqlen_k .* 7, got 6"),
+        ({"leftpad_k": int32([0, 2]), "max_seqlen_k": 5}, "max_seqlen_k .* 7, got 5"),
     ):
         with pytest.raises(ValueError, match=words):
             forward(**arguments | more)
+
+
+@pytest.mark.parametrize("garbage", [[9, -5, 2], [0, 0, 0]], ids=str)
+def test_pages_of_lengths_in_use_need_no_bounds(garbage):
+    """Clients give any memory as cu_seqlens_k then."""
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward as forward
+
+    arguments = varlen_arguments() | {"dropout_p": 0.0, "softmax_scale": None, "causal": False}
+    arguments |= {"k": PAGES, "v": PAGES, "block_table": int32([[0, 1], [2, 3]])}
+    expected, *_ = forward(**arguments | {"cu_seqlens_k": BOUNDS})
+    arguments |= {"cu_seqlens_k": int32(garbage), "seqused_k": int32([3, 7])}
+    out, *_ = forward(**arguments)
+    assert torch.equal(out, expected)
+
+
+def test_lengths_of_problems_fit_32_bits():
+    arguments = varlen_arguments() | {"max_seqlen_q": 2**40, "max_seqlen_k": 2**31}
+    arguments |= {"dropout_p": 0.0, "softmax_scale": None, "causal": False}
+    problem = _ops._varlen_problem(**arguments)
+    assert problem.max_seqlen_q == problem.max_seqlen_k == 2**31 - 1
 
 
 def test_an_error_leaves_the_cache_as_it_was():

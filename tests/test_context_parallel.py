@@ -446,7 +446,7 @@ def test_a_rank_with_another_order(processes):
         ({"window_size": "x" * 3000}, "ulysses", ValueError, "window_size must be a pair"),
         ({"alibi_slopes": [0.5] * 4}, "ring", TypeError, "alibi_slopes .* got list"),
         ({"cu_seqlens": 5}, "ring", TypeError, "cu_seqlens must be integers .* got int"),
-        ({"softcap": -1.0}, "ring", ValueError, "softcap must be finite and at least 0"),
+        ({"softcap": -1.0}, "ring", ValueError, "softcap must be at least 0"),
         ({"seqlen": 9}, "ring", ValueError, r"tokens that shard\(\) gives this rank"),
         ({"order": "sideways"}, "ring", ValueError, "order must be one of zigzag, contiguous"),
         ({"heads": 6}, "ulysses", ValueError, "q must have a number of heads .* 4, got 6"),

@@ -259,11 +259,12 @@ def test_same_gradients_every_time():
     assert all(torch.equal(x[name], runs[0][name]) for x in runs for name in runs[0])
 
 
+@pytest.mark.parametrize("nheads", [2, 3])
 @pytest.mark.parametrize("strides", [(50, 16, 1, 1), (50, 1, 1, 1)])
-def test_heads_that_overlap(strides):
+def test_heads_that_overlap(strides, nheads):
     """PyTorch's operator is wrong where heads of q are windows over the same numbers."""
-    q = torch.randn(200).double().as_strided((2, 3, 3, 16), strides)
-    k, v = torch.randn(2, 2, 3, 3, 16, dtype=torch.float64)
+    q = torch.randn(200).double().as_strided((2, 3, nheads, 16), strides)
+    k, v = torch.randn(2, 2, 3, nheads, 16, dtype=torch.float64)
     out = flash_attn.flash_attn_func(q, k, v)
     torch.testing.assert_close(out, flash_attn.flash_attn_func(q.contiguous(), k, v))
 
@@ -293,3 +294,19 @@ def test_time_goes_by_keys_in_use(cache_dtype, monkeypatch):
     lengths = torch.tensor([100, 90], dtype=torch.int32)
     flash_attn.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table)
     assert max(blocks, default=0) <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=dtype_name)
+def test_backward_of_any_strides(no_tiles, dtype):
+    """The operator's own backward reads some of them as if they were contiguous."""
+    problem = dense(2, 9, 9, 2, 2, 16, dtype=dtype, causal=True)
+    out, lse = private_forward(problem)[:2]
+    dout = torch.randn(2, 16, 2, 9).to(dtype).permute(0, 3, 2, 1)
+    strided = out.transpose(1, 3).contiguous().transpose(1, 3)
+    for given in (dout, dout[..., :1].expand_as(out), out.new_ones(()).expand_as(out)):
+        expected = private_backward(problem, given.contiguous(), out, lse)
+        for results in (out, strided):
+            for name, x in private_backward(problem, given, results, lse).items():
+                torch.testing.assert_close(x, expected[name], msg=name)
+        exact = (given.double() * out.double()).sum(-1).mT.to(lse.dtype)
+        torch.testing.assert_close(expected["delta"], exact, rtol=1e-6, atol=1e-5)

@@ -272,6 +272,53 @@ def test_gradient_of_log_sum_exp_and_sinks_twice(device):
                 torch.autograd.grad(grad.square().sum(), leaves, retain_graph=True)
 
 
+def test_recorded_gradients_with_autocast(device):
+    """create_graph=True does not round them."""
+    q, k, v = (randn(*SHAPE, dtype=default_dtype(), device=device) for _ in range(3))
+    out = flash_attn_func(q.requires_grad_(), k, v + 20)
+    dout = torch.randn_like(out)
+    (expected,) = torch.autograd.grad(out, q, dout, retain_graph=True)
+    with torch.autocast(q.device.type, dtype=torch.bfloat16):
+        (found,) = torch.autograd.grad(out, q, dout, create_graph=True)
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-3, atol=1e-4)  # not 1e-1
+
+
+def test_batch_of_gradients(device):
+    """is_grads_batched, and jacobian(vectorize=True) which uses it."""
+    dtype = torch.float64 if default_dtype() == torch.float32 else default_dtype()
+    q, k, v = (randn(*SHAPE, dtype=dtype, device=device) for _ in range(3))
+    k, v = k[:, :, :1], v[:, :, :1]
+    out = flash_attn_func(q.requires_grad_(), k, v, causal=True)
+    douts = torch.randn(3, *out.shape, dtype=dtype, device=device)
+
+    def batched() -> Tensor:
+        return torch.autograd.grad(out, q, douts, retain_graph=True, is_grads_batched=True)[0]
+
+    if kernels_run(q.detach()):
+        with pytest.raises(NotImplementedError, match="gradients have no batches"):
+            batched()
+    else:
+        each = [torch.autograd.grad(out, q, x, retain_graph=True)[0] for x in douts]
+        torch.testing.assert_close(batched(), torch.stack(each))
+        assert not batched().requires_grad
+
+
+def test_cache_that_is_a_leaf(device):
+    """PyTorch's rule: what is changed in place is no leaf with a gradient."""
+    dtype = default_dtype()
+    q, k, v = (randn(*SHAPE, dtype=dtype, device=device) for _ in range(3))
+    for name in ("k_cache", "v_cache"):
+        cache = {"k_cache": k.clone(), "v_cache": v.clone()}
+        cache[name].requires_grad_()
+        new = {"k": k[:, :1], "v": v[:, :1], "cache_seqlens": 1}
+        with pytest.raises(ValueError, match=f"{name} is written to and must not require"):
+            flash_attn_with_kvcache(q[:, :1], **cache, **new)
+        assert torch.equal(cache["k_cache"], k) and torch.equal(cache["v_cache"], v)
+        flash_attn_with_kvcache(q[:, :1], **cache)
+        with torch.no_grad():
+            flash_attn_with_kvcache(q[:, :1], **cache, **new)
+
+
 def test_cache_says_that_it_has_no_derivative(device):
     dtype = default_dtype()
     q, k, v = (randn(*SHAPE, dtype=dtype, device=device) for _ in range(3))
@@ -307,8 +354,21 @@ def test_gradient_of_the_scale(device):
             flash_attn_func(q, k, v, softmax_scale=scale),
             flash_attn_func(q, k, v, softmax_scale=scale.item()),
         )
+    boxed = torch.full((1, 1, 1, 1, 1), 0.3, device=device).requires_grad_()
+    (grad,) = torch.autograd.grad(flash_attn_func(q, k, v, softmax_scale=boxed), boxed, dout)
+    assert grad.shape == boxed.shape
+    torch.testing.assert_close(grad.double().flatten(), expected, rtol=0.1, atol=0.1)
     with pytest.raises(ValueError, match="softmax_scale must be one number, not 0"):
         flash_attn_func(q, k, v, softmax_scale=torch.zeros((), requires_grad=True))
+
+
+def test_gradient_of_the_scale_is_no_sum_of_16_bits(device):
+    q, k, v = (randn(*SHAPE, dtype=torch.bfloat16, device=device) for _ in range(3))
+    scale = torch.tensor(0.3, device=device, requires_grad=True)
+    out = flash_attn_func(q.requires_grad_(), k, v, softmax_scale=scale)
+    dq, grad = torch.autograd.grad(out, (q, scale), torch.randn_like(out))
+    expected = (dq.double() * q.detach().double()).sum() / scale.detach().double()
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(5, 0), (0, 5), (0, 0)])

@@ -486,6 +486,19 @@ def test_blocks_of_values_of_all_sizes(device, level):
     assert error < 0.1 * exact.square().mean().sqrt()
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_next_to_nothing_is_nothing(device, level):
+    """Keys and queries for which 1 over the scale would be infinite."""
+    q, k, v = (randn(1, 300, 2, 64, **BF16, device=device) for _ in "qkv")
+    q[:, :5], k[:, :130] = 1e-37, 1e-37
+    found, expected = (
+        flash_attn_fp8_func(q.masked_fill(q == x, 0), k.masked_fill(k == x, 0), v, level=level)
+        for x in (7.0, q[0, 0, 0, 0].item())
+    )
+    assert not found.isnan().any()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_what_is_not_finite_is_seen(device):
     """NaN and Inf in q, k or v come out as NaN, not as a number."""
     for name in "qkv":

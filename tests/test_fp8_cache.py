@@ -31,6 +31,7 @@ from torch import Tensor
 import flash_attn
 from flash_attn import _ops, flash_attn_with_kvcache
 from flash_attn._backends import cuda
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
 FP8 = torch.float8_e4m3fn
 BF16 = {"dtype": torch.bfloat16}
@@ -375,6 +376,21 @@ def test_many_queries_with_slots_and_left_pads_on_kernels(on_kernels):
     check(fp8_cache([40, 110, 0], 130, 2, 250, cache_batch_idx=[5, 0, 2], **given))
     check(fp8_cache([40, 110, 90], 130, 2, 250, leftpad=[0, 30, 90], **given))
     check(fp8_cache([40, -1, 90], 130, 0, 250, **given))
+
+
+@pytest.mark.gpu
+def test_left_pads_of_packed_queries_on_kernels(on_kernels):
+    """max_seqlen_k is of the keys behind the left pad. All rows in front of them are copied too."""
+    q = randn(256, 2, 64, **BF16, device=on_kernels)
+    k, v = (randn(4, 128, 1, 64, device=on_kernels).to(FP8) for _ in "kv")
+    bounds = int32([0, 256], on_kernels), int32([0, 300], on_kernels)
+    cache = {"block_table": int32([[2, 0, 3, 1]], on_kernels)}
+    cache |= {"leftpad_k": int32([200], on_kernels), "seqused_k": int32([300], on_kernels)}
+    found, expected = (
+        _flash_attn_varlen_forward(q, k, v, *bounds, 256, longest, 0.0, None, False, **cache)[0]
+        for longest in (100, 512)
+    )
+    assert torch.equal(found, expected) and found.any()
 
 
 @pytest.mark.gpu

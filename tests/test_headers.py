@@ -320,6 +320,7 @@ def test_key_blocks_of_ampere(tmp_path: Path, build_support: ModuleType) -> None
         (1, 512, 512, 32, 8, True, True): "4 4 4 4",
         (4, 1024, 1024, 16, 16, True, False): "1 1 1 1 1 1 1 1",
         (1, 700, 200, 7, 1, False, False): "7 7",
+        (1, 2**18, 64, 2048, 1, False, False): "255",  # 2^23 steps: they end below 2^31
     }
     numbers = [x for shape in wanted for x in (*map(int, shape), 64, 128)]
     status, printed = output_of(

@@ -7,6 +7,7 @@ kernel for compute-sanitizer, `-k "sanitizer and sm90"` those of one backend.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -197,6 +198,17 @@ def test_tile_edges(device, seqlen_q, mask, headdims):
 
 
 @of_each_kernel
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+def test_slopes_below_zero(device, dtype, headdims):
+    """Keys far away have a large bias, also for the queries behind the last of a tile."""
+    slopes = torch.tensor([-0.2, -1.0], device=device)
+    check(dense(1, 100, 100, 2, 2, *headdims, dtype=dtype, device=device, alibi_slopes=slopes))
+    check(
+        varlen([5, 70], [90, 80], 2, 2, *headdims, dtype=dtype, device=device, alibi_slopes=slopes)
+    )
+
+
+@of_each_kernel
 @pytest.mark.parametrize("nheads, nheads_kv", [(5, 5), (8, 2), (6, 3), (7, 1)])
 def test_head_groups(device, headdims, nheads, nheads_kv):
     sizes = (3, 130, 150, nheads, nheads_kv, *headdims)
@@ -262,6 +274,27 @@ def test_levels_of_scores(device, mask, sink, dtype, headdim):
         k[..., 0] = level[:, None]
     s_aux = None if sink is None else torch.full((2,), sink, device=device)
     check(replace(problem, s_aux=s_aux), backward=False)
+
+
+@of_each_kernel
+@pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+def test_sink_far_above_the_scores(device, seqlen_q, dtype, headdims):
+    """Many probabilities that are small beside a sink add up."""
+    keys, sink = 2**16, 17.5
+    q, k = (torch.zeros(1, n, 1, headdims[0], dtype=dtype, device=device) for n in (seqlen_q, keys))
+    v = torch.ones(1, keys, 1, headdims[1], dtype=dtype, device=device)
+    out = flash_attn.flash_attn_func(q, k, v, s_aux=torch.tensor([sink], device=device))
+    expected = keys / (keys + math.exp(sink))
+    torch.testing.assert_close(out, torch.full_like(out, expected), rtol=1e-2, atol=0)
+
+
+def test_largest_softcap(device):
+    """Above it tanh, which is right in absolute terms, would not be right enough."""
+    problem = dense(1, 70, 90, 2, 2, 64, softcap=1e4, dtype=torch.float16, device=device)
+    check(problem)
+    with pytest.raises(NotImplementedError, match="has no softcap above 10000"):
+        call(replace(problem, softcap=1.1e4))
 
 
 @of_each_kernel

@@ -271,7 +271,7 @@ def test_leftpad_of_everything(device):
 
 @pytest.mark.parametrize("page_size", [None, 8])
 @pytest.mark.parametrize("rotary_dim", [0, 32])
-@pytest.mark.parametrize("lengths", [[5, -1, 30, -1], [-1, -1]], ids=str)
+@pytest.mark.parametrize("lengths", [[5, -1, 30, -1], [-1, 30], [-1, -1]], ids=str)
 @pytest.mark.parametrize("seqlen_new", [0, 1, 3])
 def test_padded_rows(device, page_size, rotary_dim, lengths, seqlen_new):
     """cache_seqlens -1 (and pages -1) pads a batch: zeros come out and nothing is appended."""
@@ -324,6 +324,9 @@ def test_out_is_written_in_place(device):
     exact = expect(replace(case, k_new=None, v_new=None, cache_seqlens=case.cache_seqlens + 3))
     assert_close_to_oracle(out, exact["out"], "out")
     assert_guard_intact(out)
+    apart = torch.full((*out.shape, 2), NAN, dtype=out.dtype, device=device)[..., 0]
+    call(case, out=apart)
+    assert torch.equal(apart, out)
 
 
 def failing_append(device: str, dtype: torch.dtype, **more: Any) -> None:

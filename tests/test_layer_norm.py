@@ -125,6 +125,13 @@ def test_results_and_gradients(
     check(results, tensors, [mask, mask1], p, rms)
 
 
+def test_rowscale_is_no_rounding() -> None:
+    """Rows of 16 bits are scaled in float32: the output is that of float32, rounded once."""
+    x, scale = torch.randn(SHAPE).bfloat16(), torch.randn(SHAPE[:-1])
+    y, exact = (layer_norm_fn(t, None, None, rowscale=scale) for t in (x, x.float()))
+    assert torch.equal(y, exact.bfloat16())
+
+
 @pytest.mark.parametrize("used", ["output", "sum"])
 def test_gradient_of_one_result(used: str) -> None:
     tensors = tensors_of("cpu", x=F32, weight=F32, residual=F32)
@@ -417,5 +424,7 @@ def test_derivatives_of_higher_order_are_refused() -> None:
         assert dx.requires_grad
         with pytest.raises(NotImplementedError, match="differentiable once"):
             dx.sum().backward()
-    (dx,) = torch.autograd.grad(y.sum(), x)
+    (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert not dx.requires_grad
+    with pytest.raises(NotImplementedError, match="gradients have no batches"):
+        torch.autograd.grad(y, x, torch.randn(3, 2, 4), is_grads_batched=True)

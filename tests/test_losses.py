@@ -128,6 +128,7 @@ def test_precomputed_lse_is_used() -> None:
     expected = logits.detach().requires_grad_()
     F.cross_entropy(expected, labels, reduction="sum").backward()
     torch.testing.assert_close(logits.grad, expected.grad)
+    assert cross_entropy_loss(logits, labels, lse.double())[0].dtype == torch.float32
     # As upstream, it is computed again where it cannot be the one of the scaled logits.
     scaled, _ = cross_entropy_loss(logits, labels, lse + 1, logit_scale=0.5)
     torch.testing.assert_close(scaled, F.cross_entropy(0.5 * logits, labels, reduction="none"))

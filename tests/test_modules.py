@@ -249,6 +249,27 @@ def test_return_residual(device):
     assert_same(layer, out, reference(layer, x), x)
 
 
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_checkpointing_attends_again_in_the_backward(flash, checkpointing):
+    layer = MHA(DIM, HEADS, use_flash_attn=flash, checkpointing=checkpointing)
+    calls = []
+    layer.inner_attn.register_forward_pre_hook(lambda *_: calls.append(None))
+    layer(torch.randn(1, 4, DIM)).sum().backward()
+    assert len(calls) == 1 + checkpointing
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_inner_attention_hands_on_whether_it_is_deterministic(monkeypatch, deterministic):
+    seen = []
+    for name in ("flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"):
+        monkeypatch.setattr(mha, name, lambda *_, **options: seen.append(options["deterministic"]))
+    qkv = torch.randn(1, 4, 3, HEADS, HEADDIM)
+    FlashSelfAttention(deterministic=deterministic)(qkv)
+    FlashCrossAttention(deterministic=deterministic)(qkv[:, :, 0], qkv[:, :, 1:])
+    assert seen == [deterministic] * 2
+
+
 @pytest.mark.parametrize("cls", [FlashSelfAttention, SelfAttention])
 def test_inner_self_attention(device, cls):
     """`causal` of a call overrides the layer's; dropout is of training alone."""
@@ -362,6 +383,7 @@ def test_sequences_of_different_lengths(device, name):
     state = generation(batch=3)
     cache = layer.allocate_inference_cache(3, 16).fill_(float("nan"))
     assert cache.shape == (3, 16, 2, layer.num_heads_kv, HEADDIM) and cache.dtype == torch.float64
+    assert layer.allocate_inference_cache(3, 16, torch.bfloat16).dtype == torch.bfloat16
     state.key_value_memory_dict[0] = cache
     texts = [torch.randn(n + 2, DIM, device=device, dtype=torch.float64) for n in (3, 9, 5)]
     for i, text in enumerate(texts):
@@ -379,7 +401,7 @@ def test_sequences_of_different_lengths(device, name):
         state.lengths_per_sample += 1
     state.batch_size_offset, rows = 1, state.lengths_per_sample.clone()
     rows[1:] -= 1
-    state.lengths_per_sample = rows
+    state.lengths_per_sample = rows.long()  # as torch.tensor makes them
     again = layer(tokens[1:], inference_params=state)  # the last step once more, for two sequences
     torch.testing.assert_close(again, got[1:])
 
@@ -436,6 +458,7 @@ def test_alibi_slopes_stay_as_they_are(dtype):
 def test_alibi_slopes():
     assert get_alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert get_alibi_slopes(1) == [2.0**-8]
+    assert get_alibi_slopes(torch.tensor(8)) == get_alibi_slopes(8)
     for nheads in (6, 12, 40):  # each second one of twice as many follows
         power = {6: 4, 12: 8, 40: 32}[nheads]
         expected = get_alibi_slopes(power) + get_alibi_slopes(2 * power)[::2][: nheads - power]
@@ -447,6 +470,8 @@ def test_alibi_slopes():
     [
         (ValueError, "embed_dim", lambda x, p: MHA(25, HEADS)),
         (ValueError, "num_heads_kv", lambda x, p: MHA(DIM, HEADS, 3)),
+        (ValueError, "num_heads_kv must be at least 1", lambda x, p: MHA(DIM, HEADS, 0)),
+        (ValueError, "num_heads must be at least 1", lambda x, p: MHA(DIM, 0)),
         (ValueError, "use_flash_attn", lambda x, p: MHA(DIM, HEADS, use_alibi=True)),
         (ValueError, "use_flash_attn", lambda x, p: MHA(DIM, HEADS, window_size=(3, 3))),
         (

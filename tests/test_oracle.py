@@ -25,7 +25,8 @@ def test_oracle_agrees_with_pytorch(options):
     i, j = torch.arange(sq)[:, None] + (sk - sq), torch.arange(sk)
     bias = torch.zeros(2, 4, sq, sk, dtype=torch.float64)
     if problem.alibi_slopes is not None:
-        bias -= problem.alibi_slopes.expand(2, 4)[..., None, None] * (i - j).abs()
+        slopes = problem.alibi_slopes.double().expand(2, 4)
+        bias -= slopes[..., None, None] * (i - j).abs()
     left, right = problem.window_size
     if problem.causal or right >= 0:
         bias[..., j > i + (0 if problem.causal else right)] = -torch.inf

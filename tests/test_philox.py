@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flash_attn._backends.philox import dropout_keep_mask, philox_2x32, philox_4x32
+from flash_attn._backends.philox import (
+    draw_rng_state,
+    dropout_keep_mask,
+    philox_2x32,
+    philox_4x32,
+)
 
 # Known answers of Random123: counter, key, output. Generators by the number of their words.
 KNOWN_ANSWERS = {
@@ -79,6 +84,23 @@ def test_mask_of_each_element(device, p):
     for b, h, i, j in torch.cartesian_prod(*map(torch.arange, keep.shape)).tolist():
         kept = number_of_element(rng_state, b * nheads + h, i, j) >= round(p * 2**39)
         assert keep[b, h, i, j] == kept, (b, h, i, j)
+
+
+def test_a_number_equal_to_the_threshold_is_kept(device):
+    number = number_of_element((1, 2), 0, 0, 0)
+    kept = [
+        dropout_keep_mask(torch.tensor([1, 2], device=device), n / 2**39, 1, 1, 1, 1).item()
+        for n in (number, number + 1)
+    ]
+    assert kept == [True, False]
+
+
+def test_states_have_all_their_bits(device):
+    """A seed has 63 random bits, and so has an offset."""
+    seen = torch.stack([draw_rng_state(torch.device(device)) for _ in range(64)]).cpu()
+    assert (seen >= 0).all() and len(seen.unique()) == seen.numel()
+    for bit in range(63):
+        assert ((seen >> bit) & 1).unique(dim=0).shape[0] > 1, bit
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-30, 0.01, 0.1, 0.5, 0.9, 1 - 1e-7])

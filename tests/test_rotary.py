@@ -128,6 +128,18 @@ def test_packed(offsets: int | Tensor, interleaved: bool, inplace: bool, device:
     assert torch.equal(x, out if inplace else before)
 
 
+@pytest.mark.parametrize("offsets", [3, torch.tensor([3, 1])], ids=["int", "tensor"])
+def test_packed_tokens_of_no_sequence(offsets: int | Tensor, device: str) -> None:
+    """Those before the first one and behind the last one stay as they are."""
+    x = torch.randn(9, 2, 8, device=device)
+    cos, sin = torch.randn(2, 12, 4, device=device)
+    offsets = offsets.to(device) if isinstance(offsets, Tensor) else offsets
+    cu_seqlens = torch.tensor([2, 5, 7], dtype=torch.int32, device=device)
+    out = apply_rotary_emb(x, cos, sin, False, False, offsets, cu_seqlens, max_seqlen=3)
+    inside = apply_rotary_emb(x[2:7], cos, sin, False, False, offsets, cu_seqlens - 2, max_seqlen=3)
+    torch.testing.assert_close(out, torch.cat((x[:2], inside, x[7:])))
+
+
 def test_packed_is_the_padded_result() -> None:
     x = torch.randn(4, 6, 2, 8)
     cos, sin = tables(6, 8, torch.float32)
@@ -432,9 +444,10 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("total, batch", [(0, 2), (0, 0), (3, 0)])
-def test_empty_packed(total: int, batch: int) -> None:
-    x, (cos, sin) = torch.randn(total, 2, 8), tables(9, 8, torch.float32)
-    cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32)
+def test_empty_packed(device, total: int, batch: int) -> None:
+    x = torch.randn(total, 2, 8, device=device)
+    cos, sin = tables(9, 8, torch.float32, device)
+    cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=device)
     assert torch.equal(apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, max_seqlen=0), x)
 
 

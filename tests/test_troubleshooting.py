@@ -12,7 +12,7 @@ PYTHON = [*ROOT.glob("flash_attn/**/*.py"), *ROOT.glob("interfaces/**/*.py")]
 PYTHON += [ROOT / "build_support.py", ROOT / "setup.py"]
 # What the caller of a function raises: the reasons of a backend, of an operator without gradient.
 REASONS = {"unsupported", "_smallest_kernel"}
-REASON_NAMES = {"no_gradient", "_NO_SECOND"}
+REASON_NAMES = {"no_gradient", "NO_BATCHES", "_NO_SECOND"}
 FIELD = "…"
 PAGE = ROOT / "docs/troubleshooting.md"
 ROW = re.compile(r"^\| (`+)(.+?)\1 \| \S", re.MULTILINE)

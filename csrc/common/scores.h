@@ -59,7 +59,8 @@ struct ScoreTransform {
     if (params.alibi_slopes == nullptr) return 0.f;
     const float slope = params.alibi_slopes[batch * params.alibi_batch_stride + head] *
                         __fdividef(kLog2e, scale_log2_of(params, unit));
-    return fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);  // infinity times distance 0 would be NaN
+    // Infinity times distance 0 would be NaN; what is NaN stays.
+    return slope < -FLT_MAX ? -FLT_MAX : slope > FLT_MAX ? FLT_MAX : slope;
   }
 
   // Whether its derivative is not 1 everywhere.

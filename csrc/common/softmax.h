@@ -61,13 +61,16 @@ struct SoftmaxState {
   float sum[kRows];  // of this lane's exponentials
 
   // An attention sink is one more score of a row, exp(sink) joins its sum (-inf: no sink). It
-  // counts in one of the lanes that share a row, `counts_sink`.
+  // counts in one of the lanes that share a row, `counts_sink`. The reference is as far below it as
+  // it may be: relative to the sink, many small probabilities would be below the least float16.
   __device__ SoftmaxState(float scale_log2, const float (&sinks)[kRows], bool counts_sink)
       : scale_log2(scale_log2) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      reference[r] = fmaxf(sinks[r] * kLog2e, -FLT_MAX);
-      sum[r] = counts_sink && reference[r] > -FLT_MAX ? 1.f : 0.f;
+      constexpr float kSinkSum = 1 << static_cast<int>(kRescaleThreshold);
+      const float below = sinks[r] * kLog2e - kRescaleThreshold;
+      reference[r] = below < -FLT_MAX ? -FLT_MAX : below;  // NaN stays
+      sum[r] = counts_sink && reference[r] != -FLT_MAX ? kSinkSum : 0.f;
     }
   }
 
@@ -151,7 +154,7 @@ __device__ void finish_rows(SoftmaxState<kRowTiles>& state, float scale,
   team.sum(state.sum);
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
-    // The sum is 0, or at least 1: the reference is a score's own or the sink's.
+    // The sum is 0, or at least 1: the reference is a score's own or below the sink.
     const RowEnd end = end_of_row(state.reference[r], state.sum[r], scale);
     factors[r] = end.factor;
     lse[r] = end.lse;

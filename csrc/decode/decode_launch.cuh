@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <climits>
 #include <cstdint>
 #include <functional>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "common/scores.h"
@@ -53,7 +56,12 @@ struct Rows {
   explicit Rows(const ForwardParams& params)
       : group(params.nheads / params.nheads_kv),
         rows(int64_t{params.seqlen_q} * group),
-        tiles(static_cast<int>((rows + Config::kRows - 1) / Config::kRows)) {}
+        tiles(static_cast<int>((rows + Config::kRows - 1) / Config::kRows)) {
+    if (rows > INT_MAX) {
+      throw std::invalid_argument("seqlen_q * query heads of a key head: got " +
+                                  std::to_string(rows) + "; accepted: up to 2^31 - 1");
+    }
+  }
   int of_tile() const { return static_cast<int>(std::min<int64_t>(rows, Config::kRows)); }
 };
 

@@ -227,6 +227,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       for (int i = ptx::opaque(static_cast<int>(threadIdx.x)); i < 2 * kBlockM; i += kThreads) {
         const int row = m_begin + i % kBlockM;
         const float* const source = (i < kBlockM ? params.lse : params.delta) + source_row + row;
+        // Behind the last query P is zero, also where a bias would make it infinite.
+        if (kFull && i < kBlockM && row >= seqlen_q) {
+          shared.statistics[i] = INFINITY;
+          continue;
+        }
         ptx::cp_async_4_zfill(shared_address(shared.statistics) + i * sizeof(float), source,
                               row < seqlen_q);
       }
@@ -474,7 +479,9 @@ __global__ void __launch_bounds__(kDeltaThreads<kHeadDimV>)
   if (row < sequence.seqlen_q && threadIdx.x % kLanes == 0) {
     const int64_t place = sequence.q_batch * params.lse_batch_stride +
                           head * params.lse_head_stride + sequence.q_first + row;
-    params.delta[place] = sum - (params.dlse == nullptr ? 0.f : params.dlse[place]);
+    // A row without a visible key has no gradient, whatever arrives at its log-sum-exp.
+    const bool counts = params.dlse != nullptr && params.lse[place] != -INFINITY;
+    params.delta[place] = sum - (counts ? params.dlse[place] : 0.f);
   }
 }
 

@@ -101,8 +101,11 @@ inline KeyBlockOrder plan_key_blocks(const BackwardParams& params, int block_m, 
   const int64_t group = params.nheads / params.nheads_kv;
   const int64_t wanted = std::min(kRounds * workers, int64_t{kKeptZero});
   order.splits = static_cast<int>(std::clamp<int64_t>(wanted / all, 1, group));
+  // A thread block multiplies its steps by its part.
+  const int64_t steps_of_block = group * ((params.seqlen_q + block_m - 1) / block_m);
+  order.splits = static_cast<int>(std::min<int64_t>(order.splits, INT_MAX / steps_of_block));
   if (params.cu_seqlens_k != nullptr || params.deterministic || order.blocks > kMostUnequalBlocks ||
-      all > kUnequalRounds * workers) {
+      all > kUnequalRounds * workers || steps_of_block > INT_MAX / kMostUnequalParts) {
     return order;
   }
 

@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -29,7 +32,12 @@ struct LaunchSize {
   LaunchSize(const ForwardParams& params, int block_m, int headdim_v)
       : tiles(SequenceTiles::of_queries(params, block_m).fewest()) {
     all_batch = tiles.packed() ? 1 : params.batch;
-    all_m_blocks = static_cast<int>(tiles.count() / all_batch);
+    const int64_t blocks = tiles.count() / all_batch;
+    if (blocks > INT_MAX) {
+      throw std::invalid_argument("blocks of queries: got " + std::to_string(blocks) +
+                                  "; accepted: up to 2^31 - 1");
+    }
+    all_m_blocks = static_cast<int>(blocks);
     int64_t most = int64_t{kMaxGrid} * kMaxGrid;  // blocks of queries, of all heads
     const int64_t most_blocks = kMaxGrid / params.num_splits;
     if (params.num_splits > 1) {

@@ -48,8 +48,9 @@ __global__ void __launch_bounds__(kMergeThreads)
                        int first_batch) {
   constexpr bool kFull = Config::kFeatures == FeatureSet::kFull;
   constexpr int kFours = Config::kHeadDimV / 4;
-  const int i = blockIdx.x * kMergeThreads + threadIdx.x, four = i % kFours;
-  const int row = i / kFours % Config::kBlockM, head = i / kFours / Config::kBlockM;
+  const int64_t i = int64_t{blockIdx.x} * kMergeThreads + threadIdx.x;
+  const int four = i % kFours, row = i / kFours % Config::kBlockM;
+  const int head = i / kFours / Config::kBlockM;
   const auto [batch, begin] = QueryBlock::find(params, tiles, first_batch + blockIdx.z,
                                                first_m_block, gridDim.y, blockIdx.y);
   const int query = begin + row;

@@ -24,9 +24,6 @@ struct BackwardConfig {
   static constexpr int kKSteps = kTile.k_in_registers && !kFull ? kHeadDim / kWgmmaDepth<T> : 0;
   static constexpr int kVSteps = kTile.v_in_registers && !kFull ? kHeadDimV / kWgmmaDepth<T> : 0;
   static constexpr int kHalves = kBlockM / kWarpgroupRows;
-  // P is computed in front of the wait for dP^T. At head dim 128 the full feature set is 3 % slower
-  // with it.
-  static constexpr bool kEarlyP = !kFull || kHeadDim <= 96;
   // What a step begins with and is in registers from before. The full feature set has few left: it
   // keeps what was measured to be fastest.
   static constexpr bool kKeepsStage = !kFull || kHeadDim == 96;  // and the phase of its barriers

@@ -153,8 +153,6 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
   constexpr int kRows = kWarpgroupRows;  // of a half: queries
   constexpr int kKSteps = Config::kKSteps, kVSteps = Config::kVSteps;
   constexpr int kSteps = kRows / kWgmmaDepth<T>;  // over the queries of a half
-  constexpr bool kEarlyP = Config::kEarlyP;
-  static_assert(kEarlyP || kHalves == 1);
   // Of dK of the last half, in front of dQ. At head dim 128 it is faster to keep some behind dV.
   constexpr int kFirstSteps = kHeadDim > 96 ? kSteps - 1 : kSteps;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
@@ -220,7 +218,7 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
       start_scores(0);
       float2 lse[kRows / 8];
       const float* const statistics = shared.statistics[stage] + first_query;
-      if (kEarlyP) load_statistic(lse, statistics);
+      load_statistic(lse, statistics);
       shared.dout_pipeline.wait_full(state);
       start_dp(0);
       if constexpr (kHalves == 2) start_scores(1);
@@ -231,7 +229,7 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
       for (int half = 0; half < kHalves; ++half) {
         float2 delta[kRows / 8];
         const float* const half_delta = statistics + kBlockM + half * kRows;
-        if (!kEarlyP || half > 0) load_statistic(lse, statistics + half * kRows);
+        if (half > 0) load_statistic(lse, statistics + half * kRows);
         // Behind S^T: dP^T, dV and dK.
         if (half > 0) ptx::wgmma_wait<3>(p[half][0]);
 
@@ -242,7 +240,7 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
         if (kFull) load_statistic(delta, half_delta);
         // Needed where dS is stored. If it stands here, for each half, its loop keeps the
         // exponentials in front of the wait for dP^T: ptxas would move most of them behind that.
-        if (kEarlyP) shared.ds_pipeline.wait_empty(ds_state);
+        shared.ds_pipeline.wait_empty(ds_state);
         // Behind dP^T: the other half's S^T or, of the second half, dV and dK of the first.
         half == 0 ? ptx::wgmma_wait<kHalves - 1>(ds[0]) : ptx::wgmma_wait<2>(ds[0]);
         with_condition<kFull>(params.rng_state != nullptr, [&](auto drops) {
@@ -253,7 +251,6 @@ __device__ void consume(const BackwardParams& params, const BackwardMaps& maps,
         });
         pack_operands<T>(ds_operands, ds);
 
-        if (!kEarlyP) shared.ds_pipeline.wait_empty(ds_state);
         const uint32_t target = shared_address(ds_tile) + ds_place + half * kRows * kPartRowBytes;
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(RowsConfig<Config>::kThreads, 5)
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
     if (col != 0) continue;
     const int row = lane_row + i * Rows::kRowsAtOnce;
-    const float delta = sum - dlse[i];
+    const float delta = lse[i] == -INFINITY ? 0.f : sum - dlse[i];  // of no key: whatever arrives
     if (row < end) params.delta[place + i * Rows::kRowsAtOnce] = delta;
     // A row without a visible key has a log-sum-exp of -inf, a probability nowhere.
     float* const statistics =

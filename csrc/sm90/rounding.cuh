@@ -23,7 +23,7 @@ __device__ inline float largest_of_lanes(float x, int lanes) {
 template <typename T>
 __device__ float step_of(float largest) {
   constexpr float kMost = std::is_same_v<T, int8_t> ? 127.f : 448.f;
-  return largest == 0.f ? 1.f : __fdiv_rn(largest, kMost);
+  return largest < 0x1p-100f ? 1.f : __fdiv_rn(largest, kMost);  // 1 over the step is finite
 }
 
 // Four numbers, rounded to nearest, ties to even. Of int8 they are within +-127.

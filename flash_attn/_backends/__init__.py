@@ -122,8 +122,10 @@ def append(
     return problem, lambda attended: remember(cuda.PreparedPair(appended, attended, ("k", "v")))
 
 
-def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def rotates(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> bool:
     """Whether a kernel rotates the tokens of ``x``."""
+    if cu_seqlens is not None and len(cu_seqlens) < 2:  # no sequence
+        return False
     backend = _of_tokens(x, "rotary")
     return backend is not None and cuda.rotates(x, cos, sin, backend)
 

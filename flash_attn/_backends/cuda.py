@@ -75,6 +75,9 @@ _MORE_DECODE_KEYS = 1024  # of a sequence, at least
 _WIDENED_ROWS = 256
 _WIDENED_BYTES = 2**30
 
+# The kernels' tanh is right to 2e-7, in absolute terms, and a score to that times the softcap.
+_MOST_SOFTCAP = 1e4
+
 # Features of a call, as messages name them where their name will not do.
 _DESCRIPTIONS = {
     "any_alignment": "tensors that cannot be moved 16 bytes at a time",
@@ -151,6 +154,8 @@ def unsupported(problem: Attention, backend: str, operation: str) -> str | None:
 
     ``operation`` is "forward" or "backward".
     """
+    if problem.softcap > _MOST_SOFTCAP:
+        return f"has no softcap above {_MOST_SOFTCAP:g}"
     if problem.is_fp8 and operation == "forward":
         return _unsupported_in_fp8(problem, backend)
     if problem.is_quantised and not problem.is_fp8:
@@ -389,7 +394,7 @@ def forward(
     """
     if _is_empty(problem) or (problem.is_fp8 and return_probs):
         return tiled.forward(problem, rng_state, return_probs, out)
-    if out is not None and not _is_aligned(out) and (backend == "sm90" or problem.is_quantised):
+    if out is not None and not _fits(out, "sm90" if problem.is_quantised else backend):
         result, lse, probs = forward(problem, rng_state, return_probs, backend=backend)
         return out.copy_(result), lse, probs
     if widens(problem):
@@ -491,7 +496,7 @@ def _cached_rows(problem: Attention) -> int:
     """How many rows of its cache a sequence can have in use."""
     k, table = problem.k, problem.block_table
     rows = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-    return min(rows, problem.max_seqlen_k)
+    return rows if problem.leftpad_k is not None else min(rows, problem.max_seqlen_k)
 
 
 # ---- operands of 8 bits --------------------------------------------------------------------------
@@ -864,7 +869,7 @@ def _tensors(problem: Attention, rng_state: Tensor | None) -> dict[str, Tensor |
         "alibi_slopes": _contiguous(problem.alibi_slopes),
         "s_aux": None if s_aux is None else s_aux.float().contiguous(),
         **{f"{x}_descale": getattr(problem, f"{x}_descale") for x in "qkv"},
-        "rng_state": rng_state if problem.drops else None,
+        "rng_state": _contiguous(rng_state) if problem.drops else None,
     }
 
 

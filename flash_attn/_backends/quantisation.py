@@ -121,10 +121,9 @@ def largest_of(x: Tensor, block: Tensor, count: int) -> Tensor:
 
 
 def step(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the largest number of ``dtype`` stands for ``largest`` with; 1 for a maximum of 0."""
+    """What the largest number of ``dtype`` stands for ``largest`` with; 1 if that is about 0."""
     most = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    quotient = largest / most
-    return quotient.masked_fill(quotient == 0, 1.0)
+    return (largest / most).masked_fill(largest < 2.0**-100, 1.0)
 
 
 def _power_of_two(largest: Tensor) -> Tensor:

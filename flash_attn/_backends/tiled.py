@@ -285,10 +285,11 @@ def _gradients(
 
     for rows in _blocks(queries.max_length, _block(a)):
         q, do = queries.read(a.q, rows), queries.read(dout, rows)
-        tile_lse = _finite(queries.read(row_lse, rows))
+        tile_lse = queries.read(row_lse, rows)
         delta = (do * queries.read(out, rows)).sum(-1, keepdim=True)
-        if row_dlse is not None:
-            delta = delta - queries.read(row_dlse, rows)
+        if row_dlse is not None:  # where no key is visible, whatever it is
+            delta -= queries.read(row_dlse, rows).masked_fill(tile_lse == -torch.inf, 0.0)
+        tile_lse = _finite(tile_lse)
         tile_dq = torch.zeros_like(q)
         for cols in _visible_blocks(a, queries, keys, rows):
             k, v = keys.read(a.k, cols), keys.read(a.v, cols)

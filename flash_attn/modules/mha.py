@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn._numbers import integer
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -39,6 +40,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     For a power of two they are 2 ** (-8 (i + 1) / nheads). Otherwise every second slope of twice
     the power of two below ``nheads`` follows the slopes of that power.
     """
+    nheads = integer("nheads", nheads)
     if nheads < 1:
         raise ValueError(f"nheads must be at least 1, got {nheads}")
     power = 1 << (nheads.bit_length() - 1)
@@ -356,6 +358,9 @@ class MHA(nn.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        for name, count in (("num_heads", num_heads), ("num_heads_kv", self.num_heads_kv)):
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
         self.head_dim = embed_dim // num_heads
         self.cross_attn = cross_attn
         self.causal = causal

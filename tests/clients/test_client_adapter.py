@@ -125,16 +125,24 @@ def test_packed_mask(transformers: Any) -> None:
     from transformers import masking_utils
 
     documents = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 2, 2, 2]])
-    function = masking_utils.and_masks(
-        masking_utils.sliding_window_causal_mask_function(WINDOW),
-        masking_utils.packed_sequence_mask_function(documents),
-    )
+    positions = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
+    window = masking_utils.sliding_window_causal_mask_function(WINDOW)
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+        function = masking_utils.packed_sequence_compatibility_function(
+            window, positions, documents
+        )
+    else:  # before transformers 5.23
+        of_documents = masking_utils.packed_sequence_mask_function(documents)
+        function = masking_utils.and_masks(window, of_documents)
     arguments = {"batch_size": BATCH, "q_length": 5, "kv_length": 5, "device": DEVICE}
     arguments["mask_function"] = function
     found = _transformers.mask(**arguments)
     assert found is not None and found[0, :, 0, 0].tolist() == [0, 2, 5, 10, 11, 12, 15]
     scores = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert (visible(found, _transformers._rules(function), 5, 5) == scores[:, 0]).all()
+    arguments["attention_mask"] = torch.arange(5).expand(BATCH, 5) > 0
+    padded = _transformers.mask(**arguments)
+    assert padded is not None and padded.dtype == torch.bool
 
 
 def test_positions_are_looked_at_once() -> None:
@@ -272,6 +280,29 @@ def test_call_says_what_is_causal(of_layer: bool, given: bool | None) -> None:
     causal = of_layer if given is None else given
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_positions_of_queries_tell_nothing_of_other_keys() -> None:
+    q, (k, v) = torch.randn(1, 2, 5, 16), torch.randn(2, 1, 2, 7, 16)
+    layer = torch.nn.Module()
+    layer.config = SimpleNamespace()
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    out, _ = _transformers.attention(layer, q, k, v, is_causal=False, position_ids=positions)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_bidirectional_window_of_a_padded_cache(transformers: Any) -> None:
+    """Queries that are not those of all keys: single scores."""
+    from transformers import masking_utils
+
+    function = masking_utils.sliding_window_bidirectional_mask_function(WINDOW)
+    arguments: dict[str, Any] = {"batch_size": 1, "q_length": 3, "kv_length": 7, "q_offset": 4}
+    arguments |= {"mask_function": function, "device": DEVICE}
+    arguments["attention_mask"] = torch.arange(7)[None] > 0
+    mask = _transformers.mask(**arguments)
+    scores = masking_utils.sdpa_mask(**arguments, allow_is_bidirectional_skip=False)
+    assert mask is not None and mask.dtype == torch.bool and torch.equal(mask, scores)
 
 
 def test_mask_function_of_ones_own(transformers: Any) -> None:

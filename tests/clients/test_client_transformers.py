@@ -115,8 +115,11 @@ def test_causal_model(transformers: Any, calls: Calls, attention: str, name: str
         assert_as_good_as_eager(*padded)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3", "phi3"])
-def test_packed(transformers: Any, calls: Calls, attention: str, name: str) -> None:
+def test_packed(
+    transformers: Any, calls: Calls, attention: str, name: str, use_cache: bool
+) -> None:
     """Sequences joined by DataCollatorWithFlattening: logits and gradients of each alone."""
     models = causal(transformers, name, attention)
     flash, eager, exact = models
@@ -125,7 +128,8 @@ def test_packed(transformers: Any, calls: Calls, attention: str, name: str) -> N
     collator = transformers.DataCollatorWithFlattening(return_tensors="pt")
     packed = collator(rows)
     assert packed["position_ids"].shape == (1, 21)
-    together = flash(input_ids=packed["input_ids"], position_ids=packed["position_ids"]).logits[0]
+    given = {name: packed[name] for name in ("input_ids", "position_ids")}
+    together = flash(**given, use_cache=use_cache).logits[0]
     alone = [
         torch.cat([model(input_ids=torch.tensor([x["input_ids"]])).logits[0] for x in rows])
         for model in (eager, exact)
