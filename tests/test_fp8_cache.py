@@ -381,7 +381,7 @@ def test_many_queries_with_slots_and_left_pads_on_kernels(on_kernels):
 @pytest.mark.gpu
 def test_left_pads_of_packed_queries_on_kernels(on_kernels):
     """max_seqlen_k is of the keys behind the left pad. All rows in front of them are copied too."""
-    q = randn(256, 2, 64, **BF16, device=on_kernels)
+    q = randn(256, 2, 64, device=on_kernels).to(FP8)
     k, v = (randn(4, 128, 1, 64, device=on_kernels).to(FP8) for _ in "kv")
     bounds = int32([0, 256], on_kernels), int32([0, 300], on_kernels)
     cache = {"block_table": int32([[2, 0, 3, 1]], on_kernels)}
