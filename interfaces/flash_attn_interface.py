@@ -221,16 +221,23 @@ def _flash_attn_forward(
     window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0,
     rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 1,
     pack_gqa: bool | None = None, sm_margin: int = 0, *, s_aux: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool = False, out: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
 ) -> _Result:
-    """What the functions above have in common: out, softmax_lse and two empty tensors."""
+    """What the functions above have in common: out, softmax_lse and two empty tensors.
+
+    out and window_size are what older releases call out_, window_size_left and window_size_right.
+    """
     _refuse(
         qv=qv, cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new, seqused_q=seqused_q,
         rotary_seqlens=seqlens_rotary, attention_chunk=attention_chunk or None,
     )
     _numbers.integer("num_splits", num_splits)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    window = window_size_left, window_size_right
+    window = _window(window_size, window_size_left, window_size_right)
+    if out is not None and out_ is not None:
+        raise ValueError("out and out_ are two names of one argument: give one")
+    out_ = out_ if out is None else out
     if cu_seqlens_q is None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_q must be given with cu_seqlens_k, got None")
     of_cache: Any = (k_new, v_new, seqused_k, page_table, kv_batch_idx, leftpad_k)
@@ -300,14 +307,18 @@ def _flash_attn_backward(
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dq: Tensor | None = None,
     dk: Tensor | None = None, dv: Tensor | None = None, softmax_scale: float | None = None,
     is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
-    softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+    softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0, *,
+    causal: bool | None = None, window_size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Write dq, dk and dv in place; return softmax_d, the row sums of dout * out."""
+    """Write dq, dk and dv in place; return softmax_d, the row sums of dout * out.
+
+    causal and window_size are what older releases call is_causal, window_size_left and
+    window_size_right.
+    """
     _refuse(sequed_q=sequed_q, sequed_k=sequed_k)
-    options = (
-        0.0, softmax_scale, is_causal, window_size_left, window_size_right, softcap, None,
-        deterministic,
-    )
+    window = _window(window_size, window_size_left, window_size_right)
+    causal = _numbers.flag("is_causal", is_causal) or _numbers.flag("causal", causal)
+    options = 0.0, softmax_scale, causal, *window, softcap, None, deterministic
     tensors = dout, q, k, v, out, softmax_lse, dq, dk, dv
     if cu_seqlens_q is None:
         return _fa2._flash_attn_backward(*tensors, *options)
@@ -323,3 +334,16 @@ def _refuse(**arguments: Any) -> None:
             raise NotImplementedError(
                 f"{name} is not supported by flash_attn, and must be left out"
             )
+
+
+def _window(window_size: Any, left: int, right: int) -> tuple[int, int]:
+    """Both sides, of which there are two sets of names."""
+    sides = left, right
+    if window_size is None:
+        return sides
+    given = _fa2.read_window(window_size)
+    if sides not in ((-1, -1), given):
+        raise ValueError(
+            f"window_size must be that of window_size_left and _right, {sides}, got {given}"
+        )
+    return given

@@ -191,8 +191,10 @@ def test_qkvpacked(fa3, device, nheads_kv):
     check(problem, packed)
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["main", "2.8.3"])
 @pytest.mark.parametrize("varlen_layout", [False, True])
-def test_private_backward(fa3, device, varlen_layout):
+def test_private_backward(fa3, device, varlen_layout, older):
+    """By the names of upstream's main branch, and of its last release."""
     if varlen_layout:
         problem = varlen([9, 30], [12, 40], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0)
         bounds_q, bounds_k, longest_q, longest_k = layout_of(problem)
@@ -203,18 +205,35 @@ def test_private_backward(fa3, device, varlen_layout):
         layout = {}
     problem = replace(problem, causal=True, window_size=(11, 0))
     inputs = problem.q, problem.k, problem.v
-    window = {"window_size_left": 11, "window_size_right": 0, "softmax_scale": problem.scale}
-    out, lse, *empty = fa3._flash_attn_forward(*inputs, **layout, **window, causal=True)
+    window = {"window_size_left": 11, "window_size_right": 0}
+    window = {"window_size": (11, 0)} if older else window
+    window["softmax_scale"] = problem.scale
+    to = {"out" if older else "out_": torch.empty_like(problem.q)}
+    out, lse, *empty = fa3._flash_attn_forward(*inputs, **layout, **window, **to, causal=True)
+    assert [out.data_ptr()] == [x.data_ptr() for x in to.values()]
     assert [x.numel() for x in empty] == [0, 0]
     dout = torch.randn_like(out)
     grads = {f"d{name}": torch.empty_like(getattr(problem, name)) for name in "qkv"}
+    causal = {"causal" if older else "is_causal": True}
     softmax_d = fa3._flash_attn_backward(
-        dout, *inputs, out, lse, **layout, **grads, **window, is_causal=True
+        dout, *inputs, out, lse, **layout, **grads, **window, **causal
     )
     results = grads | {"out": out, "lse": lse}
     assert_matches_oracle(results, problem, dout, torch.zeros_like(lse))
     delta = (dout.double() * out.double()).sum(-1).movedim(-1, -2)
     torch.testing.assert_close(softmax_d.double(), delta, rtol=1e-2, atol=1e-2)
+
+
+def test_private_names_given_twice(fa3):
+    q = torch.randn(1, 4, 2, 8)
+    for both in ({"out": q, "out_": q}, {"window_size": (1, 0), "window_size_left": 2}):
+        with pytest.raises(ValueError, match="out_|window_size_left"):
+            fa3._flash_attn_forward(q, q, q, **both)
+    window = {"window_size": (1, 0), "window_size_left": 1, "window_size_right": 0}
+    found, expected = (
+        fa3._flash_attn_forward(q, q, q, **given)[0] for given in (window, {"window_size": (1, 0)})
+    )
+    assert torch.equal(found, expected)
 
 
 NAN = float("nan")

@@ -663,6 +663,29 @@ def test_subclass_with_other_angles() -> None:
     torch.testing.assert_close(slower._cos_cached, angles.cos().bfloat16())
 
 
+class Interpolated(RotaryEmbedding):
+    """As clients have it: tables filled in its own way."""
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None) -> None:
+        if seqlen > self._seq_len_cached:
+            self._seq_len_cached = seqlen
+            angles = torch.outer(torch.arange(seqlen) / 4, self.inv_freq)
+            self._cos_cached, self._sin_cached = angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_subclass_with_tables_of_its_own(compiled: bool) -> None:
+    torch._dynamo.reset()
+    rotary = Interpolated(8)
+    if compiled:
+        rotary.compile(fullgraph=True, backend="aot_eager")
+    for seqlen in (5, 9, 7):
+        qkv = torch.randn(1, seqlen, 3, 2, 8)
+        angles = torch.outer(torch.arange(seqlen) / 4, rotary.inv_freq)
+        expected = apply_rotary_emb_qkv_(qkv.clone(), angles.cos(), angles.sin())
+        torch.testing.assert_close(rotary(qkv), expected)
+
+
 def test_tables_of_inference_mode_serve_training() -> None:
     rotary = RotaryEmbedding(8).eval()
     with torch.inference_mode():

@@ -336,10 +336,12 @@ class RotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """cos and sin of queries, and of keys where they have others, of positions 0 .. seqlen - 1.
 
-        What compiled code computes it does not keep: each length would be compiled anew.
+        What compiled code computes it does not keep: each length would be compiled anew. A
+        subclass that fills the tables in its own way does so in compiled code too.
         """
         like = self.inv_freq.new_empty(0, device=device, dtype=dtype)
-        if torch.compiler.is_compiling() and not self._are_covered(seqlen, like):
+        is_ours = type(self)._update_cos_sin_cache is RotaryEmbedding._update_cos_sin_cache
+        if is_ours and torch.compiler.is_compiling() and not self._are_covered(seqlen, like):
             return self._computed(seqlen, like)
         self._update_cos_sin_cache(seqlen, device, dtype)
         assert self._cos_cached is not None and self._sin_cached is not None
