@@ -4,8 +4,10 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 
@@ -46,6 +48,14 @@ int max_shared_memory(int device) {
     if (cached) known[device].store(bytes, std::memory_order_relaxed);
   }
   return bytes;
+}
+
+// Held while a call launches: a kernel that draws tickets before the kernels in front of it have
+// ended (TileScheduler::begin) knows those of its own call alone. One for some streams each, as a
+// launch to a stream that is full waits.
+std::mutex& launching(cudaStream_t stream) {
+  static std::array<std::mutex, 61> of_streams;
+  return of_streams[reinterpret_cast<uintptr_t>(stream) / 16 % of_streams.size()];
 }
 
 template <typename Range>
@@ -747,6 +757,7 @@ Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
 }
 
 void Call::launch(void* const* addresses, cudaStream_t stream) const {
+  const std::lock_guard<std::mutex> lock(launching(stream));
   launch_(*this, addresses, stream);
 }
 

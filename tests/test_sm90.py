@@ -797,6 +797,38 @@ def test_two_threads_at_once(device, own_streams):
     assert not wrong
 
 
+def test_two_threads_and_an_ordered_backward(device):
+    """A launch of another thread between the kernels of a call would draw from its tickets."""
+    backward = dense(1, 1024, 1024, 8, 8, 64, dtype=torch.bfloat16, device=device)
+    forward = dense(1, 640, 640, 8, 8, 128, dtype=torch.bfloat16, device=device)
+    backward_inputs = [x.requires_grad_() for x in (backward.q, backward.k, backward.v)]
+    forward_inputs = forward.q, forward.k, forward.v
+    result = flash_attn.flash_attn_func(*backward_inputs, causal=True, deterministic=True)
+    dout = torch.randn_like(result)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(result, backward_inputs, dout, retain_graph=True)
+
+    calls = [gradients, lambda: (flash_attn.flash_attn_func(*forward_inputs),)]
+    expected = [function() for function in calls]
+    start, wrong = threading.Barrier(2), []
+
+    def work(function: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> None:
+        start.wait()
+        for _ in range(10):
+            results = [function() for _ in range(50)]
+            wrong.extend(1 for x in results if not all(map(torch.equal, x, tensors)))
+
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(calls, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not any(map(torch.any, cuda._kept_zeros.values()))
+
+
 def test_first_call_in_a_compiled_graph(device, monkeypatch):
     """What lasts beyond the call is kept out of the memory of CUDA graphs of torch.compile."""
     problem = dense(2, 300, 300, 4, 2, 64, dtype=torch.bfloat16, device=device)
