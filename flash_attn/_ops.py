@@ -521,9 +521,6 @@ def _operator(
                 "out must be None where a gradient is wanted, got a tensor; use torch.no_grad()"
             )
         output: Any
-        if mutates and args[i_new] is not None:  # here, since a Function's forward has no grad mode
-            for parameter in mutates:
-                _arguments.check_no_leaf(parameter, args[names.index(parameter)])
         if mutates and torch.compiler.is_compiling() and wants_gradient(args, tensors):
             raise NotImplementedError(f"{no_gradient}, and torch.no_grad() around a compiled call")
         functorch = _in_transform()
@@ -532,6 +529,9 @@ def _operator(
         if functorch or _has_tangent(operands):
             output = transformed(args, operands)
         else:
+            # Here, since a Function's forward has no grad mode.
+            for parameter in mutates if mutates and args[i_new] is not None else ():
+                _arguments.check_no_leaf(parameter, args[names.index(parameter)])
             output = op(*operands) if watched else apply(*operands)
         written: list[Any] = list(output)
         for i, destination in enumerate(given):
@@ -783,8 +783,8 @@ def _gradients_function(
             raise NotImplementedError("alibi_slopes has no gradient: pass alibi_slopes.detach()")
 
         is_batched = any(map(is_batch, (dout, dlse)))
-        create_graph = torch.is_grad_enabled() and not _is_watched(inputs)
-        if create_graph or is_batched:
+        create_graph = torch.is_grad_enabled()
+        if is_batched or (create_graph and not _is_watched(inputs)):
             problem = problem_of(*inputs)
             if _backends.choose(problem, "backward") == "tiled" and not problem.is_fp8:
                 by_name = dict(zip(names, inputs, strict=True))

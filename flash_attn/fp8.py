@@ -279,7 +279,7 @@ def quantize(
     quantized : the shape of x, float8_e4m3fn
         x / descale, to nearest, ties to even.
     descale : (batch, nheads_kv) float32
-        The largest magnitude / 448; 1 where that is 0.
+        The largest magnitude / 448; 1 where that magnitude is below 2^-100, and all become 0.
 
     Raises
     ------

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import (
+    APART,
     DROPOUT_SEED,
     DTYPES,
     LAYOUTS,
@@ -31,6 +32,7 @@ from helpers import (
 from oracle import Storage, assert_matches_oracle
 
 import flash_attn
+from flash_attn._backends import cuda
 
 # One off, and on, the edges of tiles of 64 and 128; primes; one row.
 EDGES = [1, 2, 17, 63, 64, 65, 127, 128, 129]
@@ -324,6 +326,17 @@ def test_log_sum_exp_of_no_key_has_no_gradient(device):
         for x in (0.0, NAN)
     )
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", ["s_aux", "alibi_slopes"])
+@pytest.mark.parametrize("parts", [1, 3, APART - 3])
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_nan_of_a_head_stays(device, seqlen_q, parts, name):
+    """In the results of that head, and in no other's."""
+    problem = dense(seqlen_q=seqlen_q, seqlen_k=300, nheads=2, nheads_kv=2, device=device)
+    with cuda.changed_setting("num_splits", parts):
+        out = call(replace(problem, **{name: torch.tensor([0.5, NAN], device=device)}))
+    assert out[:, :, 1].isnan().all() and out[:, :, 0].isfinite().all()
 
 
 def test_without_gradient_no_graph(device):

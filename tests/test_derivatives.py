@@ -16,6 +16,7 @@ from conftest import BACKENDS, backend_params, running_on
 from helpers import default_dtype, int32, randn, since_torch
 from torch import Tensor, func
 from torch.autograd import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn import (
     _arguments,
@@ -301,6 +302,43 @@ def test_batch_of_gradients(device):
         each = [torch.autograd.grad(out, q, x, retain_graph=True)[0] for x in douts]
         torch.testing.assert_close(batched(), torch.stack(each))
         assert not batched().requires_grad
+
+
+def test_graph_of_a_batch_of_gradients(device):
+    """Also where a mode watches."""
+    q, k, v = (randn(*SHAPE, dtype=torch.float64, device=device) for _ in range(3))
+    q.requires_grad_()
+    douts = torch.randn(3, *SHAPE, dtype=torch.float64, device=device)
+
+    def penalty(batched: bool) -> Tensor:
+        out = flash_attn_func(q, k, v)
+        if batched:
+            (dq,) = torch.autograd.grad(out, q, douts, is_grads_batched=True, create_graph=True)
+        else:
+            given = {"create_graph": True, "retain_graph": True}
+            dq = torch.stack([torch.autograd.grad(out, q, x, **given)[0] for x in douts])
+        return torch.autograd.grad(dq.square().sum() + q.square().sum(), q)[0]
+
+    if kernels_run(q.detach()):
+        with pytest.raises(NotImplementedError, match="gradient"):
+            penalty(True)
+        return
+    expected = penalty(False)
+    torch.testing.assert_close(penalty(True), expected)
+    with FlopCounterMode(display=False):
+        torch.testing.assert_close(penalty(True), expected)
+
+
+def test_transformed_cache(device):
+    """It is no leaf, and the message is of what was asked for."""
+    q, k, v = (randn(*SHAPE, dtype=default_dtype(), device=device) for _ in range(3))
+
+    def appended(cache: Tensor) -> Tensor:
+        new = {"k": k[:, :1], "v": v[:, :1], "cache_seqlens": 1}
+        return flash_attn_with_kvcache(q[:, :1], cache, v, **new).sum()
+
+    with pytest.raises(NotImplementedError, match="has no derivative"):
+        func.grad(appended)(k)
 
 
 def test_cache_that_is_a_leaf(device):

@@ -496,6 +496,17 @@ def test_lengths_on_kernels(on_kernels, headdim, kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 3, APART - 3])
+@pytest.mark.parametrize("level", LEVELS)
+def test_nan_sink_on_kernels(on_kernels, level, parts):
+    problem = dense(1, 129, 400, 2, 1, 64, dtype=torch.bfloat16, device=on_kernels)
+    sinks = torch.tensor([0.5, NAN], device=on_kernels)
+    with cuda.changed_setting("num_splits", parts):
+        out = flash_attn_fp8_func(problem.q, problem.k, problem.v, level=level, s_aux=sinks)
+    assert out[:, :, 1].isnan().all() and out[:, :, 0].isfinite().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("headdim", HEADDIMS)
 def test_more_packed_tiles_than_sms_on_kernels(on_kernels, headdim, kind):

@@ -46,7 +46,7 @@ struct WorkspacePart {
   // sink: of the row as an exponent of 2, where it has not joined a part; -inf: there is none
   __device__ Merged merged(int parts, int stride, int row, int four, float sink = -INFINITY) const {
     const auto row_of = [&](int part) { return part * stride * kRows + row; };
-    const bool has_sink = sink > -INFINITY;
+    const bool has_sink = sink != -INFINITY;  // NaN counts
     return merge<8>(
         parts + has_sink,
         [&](int part) { return part == parts ? make_float2(sink, 1.f) : rows[row_of(part)]; },

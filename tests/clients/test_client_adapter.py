@@ -127,13 +127,10 @@ def test_packed_mask(transformers: Any) -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 2, 2, 2]])
     positions = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
     window = masking_utils.sliding_window_causal_mask_function(WINDOW)
-    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
-        function = masking_utils.packed_sequence_compatibility_function(
-            window, positions, documents
-        )
-    else:  # before transformers 5.23
-        of_documents = masking_utils.packed_sequence_mask_function(documents)
-        function = masking_utils.and_masks(window, of_documents)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # transformers 5.23
+        window = masking_utils.remap_positions_for_packed_sequence(window, positions)
+    of_documents = masking_utils.packed_sequence_mask_function(documents)
+    function = masking_utils.and_masks(window, of_documents)
     arguments = {"batch_size": BATCH, "q_length": 5, "kv_length": 5, "device": DEVICE}
     arguments["mask_function"] = function
     found = _transformers.mask(**arguments)
