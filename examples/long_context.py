@@ -1,7 +1,7 @@
 """Train a small Llama on sequences that several processes share.
 
-    torchrun --nproc-per-node 4 examples/long_context.py --tokens 131072           # a ring of GPUs
-    torchrun --nproc-per-node 4 examples/long_context.py --method ulysses          # heads divided
+    torchrun --nproc-per-node 2 examples/long_context.py --tokens 131072           # a ring of GPUs
+    torchrun --nproc-per-node 2 examples/long_context.py --method ulysses          # heads divided
     torchrun --nproc-per-node 4 examples/long_context.py --method mesh --row 2     # both
     torchrun --nproc-per-node 2 examples/long_context.py --tokens 512 --check      # here: CPUs
 
