@@ -38,6 +38,11 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     -------
     Tensor
         (nnz, ...)
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``indices`` are no integers of one dimension; IndexError for a row outside, on a CPU.
     """
     check_tensors(x=x)
     _check_indices(indices)
@@ -59,6 +64,11 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     -------
     Tensor
         (first_axis_dim, ...), zero in the rows that ``indices`` does not name.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``indices`` are no integers of one dimension; IndexError for a row outside, on a CPU.
     """
     check_tensors(values=values)
     _check_indices(indices)

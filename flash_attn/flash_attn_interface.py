@@ -19,7 +19,7 @@ softcap : float
     If positive, scores become softcap * tanh(scores / softcap) (Gemma 2).
 alibi_slopes : (nheads,) or (batch, nheads) float32, optional
     Adds ``-slope * |i + seqlen_k - seqlen_q - j|`` to the scores (Press et al., "Train Short,
-    Test Long", 2022).
+    Test Long", 2022). They have no gradient.
 deterministic : bool
     Bit-identical gradients from run to run.
 return_attn_probs : bool
@@ -44,7 +44,8 @@ be a multiple of ``nheads_kv``: query head h reads key head h // (nheads / nhead
 dimension of v may differ from that of q and k. Wrong types and dtypes raise TypeError, other wrong
 arguments ValueError. Options that a forced backend lacks, and dropout or a gradient in FP8, raise
 NotImplementedError. Indices that lie on the CPU are checked, those on a GPU are clamped into the
-tensors. A query without a visible key gives 0, log-sum-exp -inf and gradient 0.
+tensors. A query without a visible key gives 0, gradient 0 and, as its log-sum-exp, -inf or with
+``s_aux`` the sink. A log-sum-exp is float32, of float64 tensors float64.
 
 The kernels have the first derivative, in reverse mode. On the tiled backend derivatives of every
 order and mode are right, as are torch.func's transforms; where kernels run, forward mode and second
@@ -231,6 +232,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention over packed sequences of different lengths, without padding.
 
+    The other options, and the errors, are in the docstring of ``flash_attn.flash_attn_interface``.
+
     Parameters
     ----------
     q : (total_q, nheads, headdim)
@@ -407,6 +410,8 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Decoding: append keys and values to a cache in place, then attend to it. No gradient.
 
+    The other options, and the errors, are in the docstring of ``flash_attn.flash_attn_interface``.
+
     Parameters
     ----------
     q : (batch, seqlen_q, nheads, headdim)
@@ -424,7 +429,8 @@ def flash_attn_with_kvcache(
         Rotate k at rows cache_seqlens, cache_seqlens + 1, ... and q at the same rows if causal or
         windowed, otherwise all of q at row cache_seqlens (Su et al., "RoFormer", 2021).
     cache_seqlens : int or (batch,) int32, optional
-        Keys in the cache before the append. A negative length means that the batch row is not in
+        Keys in the cache before the append; None, where nothing is appended, means all rows of the
+        cache. A negative length means that the batch row is not in
         use: nothing is appended and its output is 0.
     cache_batch_idx : (batch,) int32, optional
         The row of the cache that each batch row uses. Rows must differ if k is given.
@@ -447,7 +453,7 @@ def flash_attn_with_kvcache(
     Returns
     -------
     out : (batch, seqlen_q, nheads, headdim_v)
-    softmax_lse : (batch, nheads, seqlen_q) float32, with return_softmax_lse
+    softmax_lse : (batch, nheads, seqlen_q), with return_softmax_lse
     """
     left, right = read_window(window_size)
     result = _ops.flash_attn_with_kvcache(

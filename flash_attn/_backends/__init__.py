@@ -25,7 +25,8 @@ def use_backend(name: str) -> AbstractContextManager[None]:
     name : {"tiled", "sm80", "sm90"}
         ``tiled`` is PyTorch on any device; ``sm80`` the Ampere-class kernels (compute capability >=
         8.0); ``sm90`` the Hopper kernels (9.0 alone). A backward without a kernel runs on the
-        next lesser backend: that of ``sm90`` is ``sm80``'s for q, k and v that are not aligned.
+        next lesser backend, for example that of ``flash_attn.fp8`` with q, k and v that are not
+        aligned.
 
     Raises
     ------
@@ -40,7 +41,18 @@ def use_backend(name: str) -> AbstractContextManager[None]:
 
 
 def available_backends(device: torch.device | str | int) -> list[str]:
-    """Return the backends that can run on ``device``, best first."""
+    """Return the backends that can run on ``device``, best first.
+
+    Parameters
+    ----------
+    device : torch.device, str or int
+        "cpu", "cuda", "cuda:1", ...
+
+    Returns
+    -------
+    list of str
+        Of "sm90", "sm80" and "tiled".
+    """
     return [*_built_backends(_with_index(torch.device(device))), "tiled"]
 
 

@@ -186,6 +186,13 @@ def shard(x: Tensor, dim: int = 1, group: Group = None, order: Order = "zigzag")
         The ranks that share the sequence, as of the attention. Default: all.
     order : {"zigzag", "contiguous"}
         As of the attention. ``ulysses_flash_attn_func`` takes "contiguous".
+
+    Another group or order than the attention's gives wrong results: nothing can check that.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was given and what is accepted.
     """
     grid, dim = grid_of(group), _dimension(x, dim)
     chunks = Layout(x.shape[dim], *grid.sizes, order).chunks(*grid.ranks)
@@ -196,7 +203,9 @@ def shard(x: Tensor, dim: int = 1, group: Group = None, order: Order = "zigzag")
 def unshard(x: Tensor, dim: int = 1, group: Group = None, order: Order = "zigzag") -> Tensor:
     """Return the whole tensor, in the order of the sequence, from what ``shard`` gave each rank.
 
-    Every rank calls it. Its gradient is that of the sum of what all ranks make of the result.
+    Every rank calls it, with the arguments of ``shard``. Its gradient is that of the sum of what
+    all ranks make of the result. Raises ValueError if a rank has other tokens than ``shard`` gave
+    it.
     """
     grid, dim = grid_of(group), _dimension(x, dim)
     of_ranks = [(x.shape[dim], (str(x.dtype), dim, *x.shape[:dim], *x.shape[dim + 1 :]))]
@@ -268,6 +277,7 @@ def position_ids(
     """Return the places of this rank's tokens in the sequence, (tokens,) int64.
 
     With the ``cu_seqlens`` of documents packed into ``total`` tokens, the places in the documents.
+    ``group`` and ``order`` are those of ``shard``.
     """
     total = integer("total", total)
     if total < 0:

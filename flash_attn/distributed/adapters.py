@@ -144,7 +144,9 @@ def context_parallel(
     has whole, become this rank's tokens along ``buffer_seq_dims`` in place, in zigzag order (with
     "ulysses", contiguous), and are themselves again in the end but for ``no_restore_buffers``. The
     mesh may have 2 dimensions with "ring". What is patched is ``torch.nn.functional``'s name: call
-    it as ``F.scaled_dot_product_attention``. An ``attn_mask`` raises ValueError.
+    it as ``F.scaled_dot_product_attention``. An ``attn_mask`` raises ValueError, as do buffers that
+    require a gradient, another number of dimensions than of buffers, and ``no_restore_buffers``
+    that are no buffers; what is no tensor raises TypeError.
     """
     buffers, dims = buffers or [], buffer_seq_dims or []
     if len(buffers) != len(dims):
@@ -205,7 +207,10 @@ def context_parallel_unshard(
     seq_dims: Sequence[int],
     method: Method = "ring",
 ) -> list[Tensor]:
-    """Return the whole tensors from what each rank has of them in ``context_parallel``."""
+    """Return the whole tensors from what each rank has of them in ``context_parallel``.
+
+    ``seq_dims`` are the dimensions of the tokens, ``method`` is that of ``context_parallel``.
+    """
     order = _order(method)
     with torch.no_grad():
         return [unshard(x, dim, mesh, order) for x, dim in zip(buffers, seq_dims, strict=True)]

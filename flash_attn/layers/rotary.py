@@ -49,9 +49,11 @@ def apply_rotary_emb(
         :func:`flash_attn._rotary.in_place`).
     seqlen_offsets : int or (batch,) int32 or int64
         Position of the first token of each sequence, for decoding with a KV cache.
-    cu_seqlens : (batch + 1,) int32, optional
+        On a GPU, positions outside of the table are clamped into it.
+    cu_seqlens : (batch + 1,) int32 or int64, optional
         Where each sequence starts in ``x``. Tokens that belong to no sequence are not rotated.
     max_seqlen : int, required with ``cu_seqlens``
+        At least the length of the longest sequence.
 
     Returns
     -------
@@ -258,6 +260,11 @@ class RotaryEmbedding(nn.Module):
         True computes the tables in float32 from exact frequencies, also after the module was
         converted to another dtype. False computes them in the dtype of ``inv_freq``: after
         ``module.bfloat16()`` positions above 256 are rounded, as in models trained that way.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``device`` is a bool, or ``dim`` is no even integer of at least 0.
 
     References
     ----------

@@ -309,6 +309,8 @@ class MHA(nn.Module):
         Heads of K and V, a divisor of ``num_heads``, which is the default.
     cross_attn : bool
         K and V come from ``x_kv``; projections are Wq and Wkv instead of Wqkv.
+    qkv_proj_bias, out_proj_bias : bool
+        Whether the projections have a bias.
     dropout, softmax_scale, causal, window_size
         See :class:`FlashSelfAttention`. A window and ALiBi need ``use_flash_attn``.
     layer_idx : int, optional
@@ -318,14 +320,23 @@ class MHA(nn.Module):
     rotary_emb_dim : int
         Channels of a head to rotate by position; 0 for none. The next three arguments are those of
         :class:`flash_attn.layers.rotary.RotaryEmbedding`.
+    use_alibi : bool
+        Add a bias by distance; see :func:`get_alibi_slopes`.
     fused_bias_fc : bool
         Accepted for compatibility: ``torch.nn.Linear`` adds its bias in the matrix product.
     use_flash_attn : bool
-        False holds the scores of all pairs in memory, and takes ``key_padding_mask``.
+        False, the default, holds the scores of all pairs in memory, and takes ``key_padding_mask``.
     return_residual : bool
         Return (out, x), the output and the input.
     checkpointing : bool
         Compute attention again in the backward instead of keeping what it needs.
+    device, dtype : optional
+        Of the parameters.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument, what was given and what is accepted.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from flash_attn.ops import layer_norm
 from flash_attn.ops.triton import layer_norm as triton
 
 dropout_add_rms_norm = partial(layer_norm.dropout_add_layer_norm, is_rms_norm=True)
+dropout_add_rms_norm.__doc__ = "``dropout_add_layer_norm`` with an RMS normalisation."
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

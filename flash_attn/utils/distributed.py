@@ -27,7 +27,10 @@ def all_gather_raw(
 def reduce_scatter_raw(
     input_: Tensor, process_group: dist.ProcessGroup | None, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
-    """Sum the tensors (world_size * n, ...) of all ranks and return this rank's part: (n, ...)."""
+    """Sum the tensors (world_size * n, ...) of all ranks and return this rank's part: (n, ...).
+
+    ValueError if their rows are no multiple of the ranks.
+    """
     ranks = dist.get_world_size(process_group)
     if input_.shape[0] % ranks:
         shape = tuple(input_.shape)
@@ -88,9 +91,21 @@ class AllReduceFunc(torch.autograd.Function):
         return grad_output, None
 
 
-all_gather = AllGatherFunc.apply
-reduce_scatter = ReduceScatterFunc.apply
-all_reduce = AllReduceFunc.apply
+def all_gather(input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+    """Concatenate the tensors (n, ...) of all ranks: (world_size * n, ...). With a gradient."""
+    return AllGatherFunc.apply(input_, process_group)
+
+
+def reduce_scatter(input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+    """Sum the tensors (world_size * n, ...) of all ranks, return this rank's part (n, ...). With a
+    gradient. ValueError if their rows are no multiple of the ranks.
+    """
+    return ReduceScatterFunc.apply(input_, process_group)
+
+
+def all_reduce(input_: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+    """Sum the tensors of all ranks, out of place. With a gradient."""
+    return AllReduceFunc.apply(input_, process_group)
 
 
 def _marked(model: nn.Module, mark: str) -> list[tuple[str, nn.Parameter]]:
