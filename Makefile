@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) python3)
 # What no GPU can run here, the demo need not compile.
 HAS_GPU = $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
-CSRC = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+CSRC = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
@@ -58,7 +58,7 @@ test-matrix:  ## the tests that need no kernels, on the Python and torch of each
 	for pair in $(MATRIX); do \
 		python=$${pair%%,*}; torch=$${pair#*,}; environment=.venv-matrix/$$python-$$torch; \
 		python$$python -m venv $$environment && \
-		$$environment/bin/pip install --quiet $$torch numpy einops hypothesis packaging pytest && \
+		$$environment/bin/pip install --quiet $$torch numpy einops hypothesis pytest && \
 		PYTHONPATH=$(CURDIR) $$environment/bin/python -m pytest -q $(PYTEST_ARGS) || exit 1; \
 	done
 

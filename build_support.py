@@ -162,10 +162,8 @@ KERNELS = (
 # --- What the package index shows -----------------------------------------------------------------
 
 
-def long_description(url: str, readme: str | None = None) -> str:
+def long_description(url: str) -> str:
     """The README, whose links to files of the repository lead to `url`, where that lies."""
-    if readme is None:
-        readme = (ROOT / "README.md").read_text()
 
     def absolute(link: re.Match[str]) -> str:
         image, text, target = link.groups()
@@ -175,6 +173,7 @@ def long_description(url: str, readme: str | None = None) -> str:
             return "" if image else text
         return f"{image}[{text}]({url}/{'raw' if image else 'blob'}/main/{target})"
 
+    readme = (ROOT / "README.md").read_text()
     return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", absolute, readme)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -160,7 +160,7 @@ def cells(
     options: Sequence[str],
     baseline: str,
     bandwidth: float | None,
-    peers: Sequence[str] = (),
+    peers: Sequence[str],
 ) -> dict[str, str]:
     """A line of the table, by column: TFLOP/s of all and GB/s of ours; of a KV cache GB/s first."""
     ours, decodes = row["ours"], row["queries"] > 0
@@ -183,23 +183,6 @@ def cells(
         "to best peer": figure(to_best_peer(row["ratio"], peers), 2),
         **({"model": row["model"]} if row["model"] else {}),
     }
-
-
-def print_rows(
-    rows: Iterable[Row],
-    options: Sequence[str],
-    baseline: str,
-    bandwidth: float | None,
-    peers: Sequence[str] = (),
-) -> list[Row]:
-    """Print each row as it comes, a header where the columns change; return them all."""
-    printed, columns = [], None
-    for row in rows:
-        line = cells(row, options, baseline, bandwidth, peers)
-        report.print_cells(line, head=list(line) != columns)
-        columns = list(line)
-        printed.append(row)
-    return printed
 
 
 def to_best_peer(ratio: Mapping[str, float], peers: Sequence[str] = ()) -> float | None:
@@ -381,6 +364,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         words = filter(None, [*plots.case_words(case._asdict()), case.model])
         return " ".join([*words, f"d{case.headdim}", mask, f"{case.seqlen}"])
 
+    def line(row: Row) -> dict[str, str]:
+        return cells(row, options, a.baseline, a.bandwidth, a.peers)
+
     stem = a.folder / a.output
     measured = report.record(stem, a, report.with_progress(measure_case, cases, label))
     sizes = "" if cases[0].queries or cases[0].model else f"{cases[0].tokens} tokens, "
@@ -390,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{report.device_name()}, torch {torch.__version__}, {sizes}{unit}, {times}, L2 {l2}")
     if a.random:
         print(f"random cases of --seed {a.seed}")
-    rows = print_rows(measured, options, a.baseline, a.bandwidth, a.peers)
+    rows = report.print_rows(measured, line)
     ours = ", ".join(dict.fromkeys(row["ours"] for row in rows if row["ours"]))
     print(f"\nspeed of ours ({ours or 'none ran'}), geometric mean of the ratios")
     print(*summary(rows, a.baseline, a.peers), sep="\n")

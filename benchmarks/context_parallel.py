@@ -32,11 +32,8 @@ from torch.nn import functional as F
 from benchmarks import plots, report
 from benchmarks.timing import Call, Sampler, milliseconds, time_in_turn
 from flash_attn import flash_attn_func
-from flash_attn.distributed import (
-    ring_flash_attn_func,
-    shard,
-    ulysses_flash_attn_func,
-)
+from flash_attn.demo import with_peak_memory
+from flash_attn.distributed import ring_flash_attn_func, shard, ulysses_flash_attn_func
 from flash_attn.distributed._heads import Division
 from flash_attn.distributed._layout import Layout, Order
 from flash_attn.distributed._plan import Block, Mask, Plan, Step
@@ -127,14 +124,14 @@ def moved_by_sums(kind: str, parts: int) -> tuple[float, float]:
 
 
 @cache
-def seconds(work: Workload, way: Way, machine: Machine = Machine(), places: int = 5) -> float:
-    """Forward and backward of the slowest of some places of the ring."""
+def seconds(work: Workload, way: Way, machine: Machine = Machine()) -> float:
+    """Forward and backward of the slowest of five places of the ring."""
     heads, heads_kv = work.nheads / way.row, max(work.nheads_kv / way.row, 1)
     layout = Layout(work.tokens, way.ring, way.row, way.order)
-    chosen = {round(i * (way.ring - 1) / max(places - 1, 1)) for i in range(places)}
+    places = {round(i * (way.ring - 1) / 4) for i in range(5)}
     slowest = max(
         of_place(Plan(layout, work.mask, place), place, heads, heads_kv, work, way, machine)
-        for place in chosen
+        for place in places
     )
     return slowest + exchange_of_heads(work, way, machine)
 
@@ -308,7 +305,7 @@ def draw_measured(data: dict[str, Any]) -> Figure:
     """Efficiency, a group of bars for each length."""
     rows, a = data["rows"], data["environment"]["arguments"]
     groups = {f"{plots.thousands(row['tokens'])} tokens": row["efficiency"] for row in rows}
-    names = [name for name in plots.STYLES if any(name in bars for bars in groups.values())]
+    names = plots.names_in(groups.values())
     figure = plots.new_figure(plots.WIDTH, 3.6)
     axes = figure.subplots()
     plots.draw_bars(axes, groups, names)
@@ -421,13 +418,11 @@ def forward_and_backward(attend: Any, leaves: list[Tensor], upstream: Tensor) ->
 
 
 def peak(call: Call, device: str) -> float:
-    """GiB that a call adds at its peak."""
-    before = 0
+    """GiB that a call adds at its peak; 0 on a CPU."""
     if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        return with_peak_memory(call, torch.device(device))[1] / 2**30
     call()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30 if device == "cuda" else 0.0
+    return 0.0
 
 
 def sample(call: Call, calls: int, device: str) -> float:
@@ -506,8 +501,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_anchors()
     elif a.simulate:
         a.tokens = a.tokens or [2**15, 2**17, 2**20, 2**23]
-        rows = report.record(a.folder / a.output, a, simulated(a))
-        print_rows(rows)
+        report.print_rows(report.record(a.folder / a.output, a, simulated(a)), cells)
         plots.draw_if_possible((a.folder / a.output).with_suffix(".json"), draw)
     else:
         measure(a)
@@ -526,21 +520,19 @@ def measure(a: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         stem = a.folder / f"{a.output}-{dist.get_world_size()}"
         print(f"{dist.get_world_size()} x {report.device_name()}, torch {torch.__version__}")
-        print_rows(report.record(stem, a, rows))
+        report.print_rows(report.record(stem, a, rows), cells)
         plots.draw_if_possible(stem.with_suffix(".json"), draw)
     else:
         list(rows)
     dist.destroy_process_group()
 
 
-def print_rows(rows: Iterator[report.Row]) -> None:
-    for i, row in enumerate(rows):
-        plain = ("tokens", "gpus", "best")
-        cells: dict[str, str] = {name: str(row[name]) for name in plain if name in row}
-        by_way = row["efficiency"]
-        columns = by_way if "best" not in row else ("ulysses", "ring", "best")
-        cells |= {name: report.figure(by_way.get(name), 2) for name in columns}
-        report.print_cells(cells, head=i == 0)
+def cells(row: report.Row) -> dict[str, str]:
+    """A line of the table, by column."""
+    sizes = {name: str(row[name]) for name in ("tokens", "gpus", "best") if name in row}
+    by_way = row["efficiency"]
+    columns = by_way if "best" not in row else ("ulysses", "ring", "best")
+    return sizes | {name: report.figure(by_way.get(name), 2) for name in columns}
 
 
 if __name__ == "__main__":

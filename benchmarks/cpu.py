@@ -6,7 +6,6 @@ such problem (packed sequences, lengths that differ), it is called for one seque
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
+from benchmarks import report
+from benchmarks.cases import DTYPES, sums
 from benchmarks.timing import Call, sampler, time_in_turn
 
 NHEADS, HEADDIM = 8, 64
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -40,7 +40,7 @@ def dense(seqlen: int, nheads_kv: int, dtype: torch.dtype) -> Case:
 
 def packed(lengths: Sequence[int], dtype: torch.dtype, window: int = -1) -> Case:
     """Causal sequences one after another in one tensor; ``window`` keys before each query's own."""
-    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    bounds = sums(lengths, "cpu")
     longest = max(lengths)
     columns = torch.arange(longest)
     distance = columns[:, None] - columns
@@ -114,7 +114,7 @@ def measure(case: Case, backward: bool, rounds: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser("cpu", __doc__)
     add = parser.add_argument
     add("--seqlen", type=int, default=2048, help="of the dense case; the others are in proportion")
     add("--dtype", choices=DTYPES, default="fp32")

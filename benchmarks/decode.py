@@ -89,13 +89,14 @@ def cells(row: Row, before: Row | None, baseline: str) -> dict[str, str]:
         for name in row["providers"]
     }
     added: dict[str, str] = {}
-    if row["grid"].startswith("fp8"):  # likewise: the one in 16 bits comes first
-        whole = before["ms"].get(ours) if row["fp8_cache"] and before is not None else None
-        faster = whole and whole / ms[ours] if ours in ms else None
+    # Each case follows the same one without an append, or with a cache in 16 bits.
+    changed = row["append"] or row["fp8_cache"]
+    same = before["ms"].get(ours) if changed and before is not None and ours in ms else None
+    if row["grid"] == "append":
+        added = {"append us": figure(same and (ms[ours] - same) * 1e3, 2)}
+    if row["grid"].startswith("fp8"):
+        faster = same and same / ms[ours]
         added = {"cache": "e4m3" if row["fp8_cache"] else "16 bits", "faster": figure(faster, 2)}
-    if row["grid"] == "append":  # each case follows the same one without an append
-        alone = before["ms"].get(ours) if row["append"] and before is not None else None
-        added = {"append us": figure(alone and (ms[ours] - alone) * 1e3, 2)}
     return {
         **report.head_cells(row),
         **{name: str(row[name]) for name in ("seqlen", "queries", "page_size")},

@@ -52,7 +52,6 @@ from flash_attn._arguments import FP8_LEVELS
 from flash_attn._backends import cuda, quantisation
 from flash_attn.layers.rotary import apply_rotary_emb
 
-HEADDIMS = (64, 96, 128, 192, 256)
 KEYS = 4096
 MODEL = training.Shape(2, 2, 64, (512,), vocabulary=256, llama=True)
 QKV = tuple[Tensor, Tensor, Tensor]  # float32, (batch, seqlen, heads, headdim)
@@ -169,8 +168,18 @@ def errors(name: str, x: list[QKV], causal: bool, a: argparse.Namespace) -> Row:
     }
 
 
+def error_cells(row: Row) -> dict[str, str]:
+    """A line of the table, by column: the three errors of each format."""
+    texts = {
+        name.rjust(21): f"{row['rmse'][name]:.2e} {100 * row['relative'][name]:.2g}% "
+        f"{row['lse'][name]:.1e}"
+        for name in row["providers"]
+    }
+    return {"inputs": row["inputs"].rjust(8), "headdim": str(row["headdim"]), **texts}
+
+
 def accuracy(a: argparse.Namespace, device: str) -> None:
-    draws = {"outliers": with_outliers, "normal": lambda *shape: torch.randn(shape)}
+    draws: dict[str, Callable[..., Tensor]] = {"outliers": with_outliers, "normal": torch.randn}
     cases: list[tuple[str, int]] = [
         (name, headdim)
         for name in a.inputs
@@ -188,14 +197,7 @@ def accuracy(a: argparse.Namespace, device: str) -> None:
     stem = a.folder / f"{a.output}-accuracy"
     print(f"errors on {report.device_name()}: RMSE of out, % of out, RMSE of the log-sum-exp")
     rows = report.with_progress(run, cases, lambda case: f"{case[0]} {case[1]}")
-    for number, row in enumerate(report.record(stem, a, rows)):
-        texts = {
-            name.rjust(21): f"{row['rmse'][name]:.2e} {100 * row['relative'][name]:.2g}% "
-            f"{row['lse'][name]:.1e}"
-            for name in row["providers"]
-        }
-        head = {"inputs": row["inputs"].rjust(8), "headdim": str(row["headdim"])}
-        report.print_cells({**head, **texts}, head=number == 0)
+    report.print_rows(report.record(stem, a, rows), error_cells)
     plots.draw_if_possible(stem.with_suffix(".json"), plots.errors)
 
 
@@ -299,9 +301,9 @@ def ratio(row: Row, other: str, name: str) -> float | None:
 def parse(arguments: Sequence[str] | None, on_gpu: bool) -> argparse.Namespace:
     parser = report.parser("fp8", __doc__, argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    parts = ["accuracy", "speed"]
+    headdims, parts = quantisation.HEADDIMS, ["accuracy", "speed"]
     add("--parts", nargs="+", choices=parts, default=parts if on_gpu else parts[:1])
-    add("--headdim", nargs="+", type=int, default=HEADDIMS, help="of all inputs but the model's")
+    add("--headdim", nargs="+", type=int, default=headdims, help="of all inputs but the model's")
     add("--inputs", nargs="+", choices=INPUTS, default=INPUTS, help="of the errors")
     add("--heads", type=int, default=16, help="of random inputs; default 16")
     add("--rows", type=int, default=KEYS if on_gpu else 128, help="queries of a head")

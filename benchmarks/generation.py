@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.report import Row, figure, rounded
 from flash_attn import adapters
+from flash_attn.demo import now
 
 # The first two run on this library.
 IMPLEMENTATIONS = ("adapter", "flash_attention_2", "sdpa")
@@ -57,13 +57,6 @@ def llama(on_gpu: bool, longest: int) -> Any:
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu else "cpu"):
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
-
-
-def now(device: torch.device) -> float:
-    """The time when the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def seconds(model: Any, case: Case, new: int) -> list[float]:
@@ -152,13 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = llama(on_gpu, max(a.prompt) + a.new)
     cases = list(itertools.starmap(Case, itertools.product(a.cache, a.batch, a.prompt)))
     print(f"{report.device_name()}, torch {torch.__version__}: ms of the first token, tokens/s")
-    rows: list[Row] = []
-    progress = report.with_progress(
+    measured = report.with_progress(
         partial(measure, model=model, new=a.new, rounds=a.rounds), cases, str
     )
-    for row in report.record(a.folder / a.output, a, progress):
-        report.print_cells(cells(row), head=not rows)
-        rows.append(row)
+    rows = report.print_rows(report.record(a.folder / a.output, a, measured), cells)
     report.print_skipped(rows)
 
 

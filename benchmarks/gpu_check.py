@@ -7,7 +7,6 @@ the tree as it stands, and needs neither a GPU nor torch.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -21,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, results_folder, today, versions
+from benchmarks.report import ROOT, parser, results_folder, today, versions
 
 HASHED = ("build_support.py", "csrc", "flash_attn", "setup.py", "tests")
 
@@ -159,9 +158,9 @@ def check() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fresh", action="store_true", help="only compare record and tree")
-    if not parser.parse_args(arguments).fresh:
+    command = parser("gpu_check", __doc__)
+    command.add_argument("--fresh", action="store_true", help="only compare record and tree")
+    if not command.parse_args(arguments).fresh:
         return check()
     fresh, line = freshness(ROOT)
     print(line)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import plots, report
-from benchmarks.cases import DTYPES, Case, Inputs, make_inputs
+from benchmarks.cases import DTYPES, MATMULS, Case, Inputs, make_inputs
 from benchmarks.presets import combinations
 from benchmarks.providers import Provider, add_arguments, attempt, bind, chosen_providers
 from benchmarks.report import OURS, ROOT, Row, figure, rounded
@@ -245,8 +245,8 @@ def cells(row: Row) -> dict[str, str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = report.parser("hbm", __doc__)
     add = parser.add_argument
-    directions = ["forward", "backward", "both"]
-    add("--direction", nargs="+", choices=directions, default=directions[:2], help="of the calls")
+    directions = ["forward", "backward"]
+    add("--direction", nargs="+", choices=MATMULS, default=directions, help="of the calls")
     add("--dtype", choices=DTYPES, default="bf16", help="of the tensors")
     add("--headdim", nargs="+", type=int, default=[64, 128], help="of q, k and v")
     add("--seqlen", nargs="+", type=int, default=[2**n for n in range(9, 15)], help="no mask")
@@ -281,8 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{report.device_name()}, torch {torch.__version__}, {a.dtype}, GB read and written")
     rows = measure(a, given)
     stem = a.folder / a.output
-    for k, row in enumerate(report.record(stem, a, rows)):
-        report.print_cells(cells(row), head=k == 0)
+    report.print_rows(report.record(stem, a, rows), cells)
     report.print_skipped(rows)
     plots.draw_if_possible(stem.with_suffix(".json"), plots.hbm)
 

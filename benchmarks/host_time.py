@@ -5,9 +5,7 @@ Run as ``python -m benchmarks.host_time`` on a machine with a CUDA GPU.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -17,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
 import flash_attn_2_cuda
+from benchmarks import report
+from benchmarks.timing import host_times
 from flash_attn import _backends
 
 ROUNDS = 50
@@ -110,17 +110,12 @@ def measure(fa3_library: str | None = None) -> dict[str, float]:
         for _ in range(ROUNDS):
             for name, call in calls.items():
                 call()
-                torch.cuda.synchronize()
-                for _ in range(CALLS):
-                    started = time.perf_counter_ns()
-                    call()
-                    times[name].append((time.perf_counter_ns() - started) / 1e3)
-                torch.cuda.synchronize()
+                times[name] += host_times(call, CALLS)
     return {name: round(statistics.median(samples), 2) for name, samples in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser("host_time", __doc__)
     add = parser.add_argument
     add("--backend", choices=_backends.BACKENDS, help="in place of the default")
     add("--fa3-library", metavar="PATH", help="adds flash_attn_3.fwd, which the library registers")

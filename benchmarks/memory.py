@@ -106,14 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     heads = f"{cases[0].nheads} query and {cases[0].nheads_kv} key heads of {a.headdim}"
     print(f"{report.device_name()}, torch {torch.__version__}, {a.dtype}, batch 1, {heads}, MiB")
-    rows: list[Row] = []
     stem = a.folder / a.output
     measured = report.with_progress(
         lambda case: measure(case, providers, device), cases, lambda case: str(case.seqlen)
     )
-    for row in report.record(stem, a, measured):
-        report.print_cells(cells(row, list(providers)), head=not rows)
-        rows.append(row)
+    names = list(providers)
+    rows = report.print_rows(report.record(stem, a, measured), lambda row: cells(row, names))
     report.print_skipped(rows)
     plots.draw_if_possible(stem.with_suffix(".json"), plots.memory)
 

@@ -32,6 +32,10 @@ from benchmarks.report import ROOT, figure
 
 Data = dict[str, Any]  # a record
 Lines = list[dict[str, str]]  # of a table, by column
+SPEED = (
+    "--dtype bf16 --headdim 64 128 256 --rounds 5 --math-gib 1000 "
+    "--seqlen 512 1024 2048 4096 8192 16384 --providers sm90 sm80 flash cudnn math"
+)
 TINY = "--tokens 128 --width 64 --rounds 1 --dtype fp32 --headdim 32 --seqlen 64 128"
 
 
@@ -96,8 +100,7 @@ PARTS = {
         about="FlashAttention-2, figure 5, and FlashAttention-3, figure 5: TFLOP/s. "
         "A sequence length times the batch is 16384 tokens; heads times head dim is 2048.",
         module="attention",
-        gpu="--direction forward --dtype bf16 --headdim 64 128 256 --rounds 5 --math-gib 1000 "
-        "--seqlen 512 1024 2048 4096 8192 16384 --providers sm90 sm80 flash cudnn math",
+        gpu=f"--direction forward {SPEED}",
         cpu=f"--direction forward --providers tiled math flash {TINY}",
         seconds=70,
         older="attention-lengths",
@@ -110,8 +113,7 @@ PARTS = {
         about="FlashAttention-2, figure 6, and FlashAttention-3, figure 6: TFLOP/s of the backward "
         "alone. The cases are those of the forward.",
         module="attention",
-        gpu="--direction backward --dtype bf16 --headdim 64 128 256 --rounds 5 --math-gib 1000 "
-        "--seqlen 512 1024 2048 4096 8192 16384 --providers sm90 sm80 flash cudnn math",
+        gpu=f"--direction backward {SPEED}",
         cpu=f"--direction backward --providers tiled math flash {TINY}",
         seconds=100,
         older="backward-lengths",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,6 +56,7 @@ STYLES = {
 WIDTH = 8.3  # inches of a figure, that pages show at about 830 pixels: fonts keep their size there
 HEADDIMS = (64, 128, 256)  # drawn where a record has more than three
 
+Panels = dict[str, dict[str, dict[str, float]]]  # title to label to name
 Drawing = Callable[[dict[str, Any]], Iterator[tuple[str, "Figure"]]]
 
 
@@ -83,6 +84,12 @@ def draw(record: Path, drawing: Drawing) -> None:
         print(f"wrote {path}")
 
 
+def names_in(figures: Iterable[Mapping[str, object]]) -> list[str]:
+    """The names that some of the figures are by, in the order drawn."""
+    found = set().union(*figures)
+    return [name for name in STYLES if name in found]
+
+
 def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Bars of TFLOP/s by seqlen: a figure for each direction, dtype and set of options.
 
@@ -104,7 +111,7 @@ def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
             yield f"-{dtype}", cache_speed(rows, f"KV cache, {dtype} on {device}", bandwidth)
     for words, rows in by_figure.items():
         speeds = [row["tflops"] for row in rows]
-        names = [name for name in STYLES if any(name in speed for speed in speeds)]
+        names = names_in(speeds)
         if not names:  # all skipped
             continue
         headdims = sorted({row["headdim"] for row in rows})
@@ -141,7 +148,7 @@ def speed(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
 
 def cache_speed(rows: Sequence[Row], title: str, bandwidth: float | None) -> Figure:
     """Lying bars of GB/s, a group for each case; a line at the memory's bandwidth."""
-    names = [name for name in STYLES if any(name in row["gbs"] for row in rows)]
+    names = names_in(row["gbs"] for row in rows)
     height = 0.17 * len(names) + 0.15  # of a group
     figure = new_figure(WIDTH, 1.4 + height * len(rows))
     axes = figure.subplots()
@@ -171,12 +178,12 @@ def caches(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     rows = data["rows"]
     axis = rows[0]["axis"]
     speeds = [cache_speeds(row) for row in rows]
-    names = [name for name in STYLES if any(name in speed for speed in speeds)]
+    names = names_in(speeds)
     if not names:  # all skipped
         return
     described = [cache_axes(row) for row in rows]
     same = {key for key in described[0] if len({words[key] for words in described}) == 1}
-    panels: dict[str, dict[str, dict[str, float]]] = {}  # title to label to provider
+    panels: Panels = {}
     for speed, words in zip(speeds, described, strict=True):
         title = ", ".join(word for key, word in words.items() if key not in {axis, *same})
         panels.setdefault(title, {})[words[axis]] = speed
@@ -259,10 +266,21 @@ def draw_bars(axes: Axes, groups: dict[str, dict[str, float]], names: Sequence[s
     axes.margins(x=0.01, y=0.16)
 
 
+def draw_panels(panels: Panels, names: Sequence[str], unit: str, height: float) -> Figure:
+    """A panel below the other, each with a group of bars for each label."""
+    figure = new_figure(WIDTH, height)
+    all_axes = figure.subplots(len(panels), squeeze=False).flat
+    for axes, (title, groups) in zip(all_axes, panels.items(), strict=True):
+        draw_bars(axes, groups, names)
+        axes.set_title(title)
+        axes.set_ylabel(unit)
+    return figure
+
+
 def memory(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Lines of peak memory by seqlen, both logarithmic."""
     rows = data["rows"]
-    names = [name for name in STYLES if any(name in row["peak_mib"] for row in rows)]
+    names = names_in(row["peak_mib"] for row in rows)
     figure = new_figure(WIDTH, 4.6)
     axes = figure.subplots()
     ours = next((name for name in OURS if name in names), None)
@@ -304,17 +322,12 @@ def memory(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
 def errors(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Bars of the relative errors by head dim, a panel for each kind of inputs."""
     rows = data["rows"]
-    names = [name for name in STYLES if any(name in row["relative"] for row in rows)]
-    panels: dict[str, dict[str, dict[str, float]]] = {}
+    names = names_in(row["relative"] for row in rows)
+    panels: Panels = {}
     for row in rows:
         percents = {name: 100 * value for name, value in row["relative"].items()}
         panels.setdefault(row["inputs"], {})[f"head dim {row['headdim']}"] = percents
-    figure = new_figure(WIDTH, 1.4 + 2.3 * len(panels))
-    all_axes = figure.subplots(len(panels), squeeze=False).flat
-    for axes, (title, groups) in zip(all_axes, panels.items(), strict=True):
-        draw_bars(axes, groups, names)
-        axes.set_title(title)
-        axes.set_ylabel("% of out")
+    figure = draw_panels(panels, names, "% of out", 1.4 + 2.3 * len(panels))
     device = data["environment"]["device"]
     finish(figure, f"Root mean square error of attention in FP8 on {device}", names)
     yield "", figure
@@ -323,20 +336,16 @@ def errors(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
 def hbm(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Bars of what HBM moved by seqlen, logarithmic; a panel for each head dim and direction."""
     rows = data["rows"]
-    moved = [{**row["moved_gb"], **row["formula_gb"]} for row in rows]
-    names = [name for name in STYLES if any(name in gb for gb in moved)]
-    panels: dict[str, dict[str, dict[str, float]]] = {}  # title to label to provider
+    moved = [row["moved_gb"] | row["formula_gb"] for row in rows]
+    names = names_in(moved)
+    panels: Panels = {}
     for row, gb in zip(rows, moved, strict=True):
         title = f"{row['direction']}, {row['nheads']} heads of {row['headdim']}"
         panels.setdefault(title, {})[thousands(row["seqlen"])] = gb
-    figure = new_figure(WIDTH, 1.2 + 2.7 * len(panels))
-    all_axes = figure.subplots(len(panels), squeeze=False).flat
-    for axes, (title, groups) in zip(all_axes, panels.items(), strict=True):
-        draw_bars(axes, groups, names)
+    figure = draw_panels(panels, names, "GB read and written", 1.2 + 2.7 * len(panels))
+    for axes in figure.axes:
         axes.set_yscale("log")
-        axes.set_title(title)
-        axes.set_ylabel("GB read and written")
-    all_axes[-1].set_xlabel("sequence length")
+    figure.axes[-1].set_xlabel("sequence length")
     title = f"HBM traffic of attention on {data['environment']['device']}"
     finish(figure, f"{title}\n{rows[0]['dtype']}, {rows[0]['tokens']} tokens, no mask", names)
     yield "", figure
@@ -347,7 +356,7 @@ def tiles(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
 
     Of the cases without a label, from 1024 tokens on; keys that are divided are left out.
     """
-    panels: dict[str, dict[str, dict[str, float]]] = {}  # title to label to tile
+    panels: Panels = {}
     for row in data["rows"]:
         if row["us"] and not row["model"] and row["seqlen"] >= 1024:
             label = f"{thousands(row['seqlen'])}\n{'causal' if row['causal'] else 'full'}"
@@ -356,19 +365,10 @@ def tiles(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
                 for name, us in row["us"].items()
                 if name.isdigit()
             }
-    names = [
-        name
-        for name in STYLES
-        if any(name in bars for groups in panels.values() for bars in groups.values())
-    ]
+    names = names_in(bars for groups in panels.values() for bars in groups.values())
     if not names:  # all skipped
         return
-    figure = new_figure(WIDTH, 1.2 + 2.1 * len(panels))
-    all_axes = figure.subplots(len(panels), squeeze=False).flat
-    for axes, (title, groups) in zip(all_axes, panels.items(), strict=True):
-        draw_bars(axes, groups, names)
-        axes.set_title(title)
-        axes.set_ylabel("% of the choice")
+    figure = draw_panels(panels, names, "% of the choice", 1.2 + 2.1 * len(panels))
     row, device = data["rows"][0], data["environment"]["device"]
     finish(figure, f"Speed of the forward by tile, {row['dtype']} on {device}", names)
     yield "", figure
@@ -393,7 +393,7 @@ def training(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
             title, label = ("", f"{model}\n{size}") if len(same) == 1 else (f"{model}, ", size)
             panels.setdefault(f"{title}tokens a sequence", {})[label] = row
     for field, unit, name in (("tflops", "TFLOP/s", ""), ("peak_gib", "peak GiB", "-memory")):
-        names = [each for each in STYLES if any(each in row[field] for row in rows)]
+        names = names_in(row[field] for row in rows)
         if not names:
             continue
         figure = new_figure(WIDTH, 1.2 + 2.7 * len(panels))
@@ -412,7 +412,7 @@ def training(data: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
 
 def losses(rows: Sequence[Row], device: str) -> Figure:
     """Losses by step, and how far they are from those of float32."""
-    names = [name for name in STYLES if name in rows[0]["loss"]]
+    names = names_in([rows[0]["loss"]])
     steps = [row["step"] for row in rows]
     figure = new_figure(WIDTH, 3.8)
     left, right = figure.subplots(1, 2)

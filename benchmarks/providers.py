@@ -140,19 +140,30 @@ def fp8_providers(
     }
 
 
-def _level(case: Case, x: Inputs, level: str) -> Forward:
-    _refuse(case, "dropout_p", "queries", "deterministic")
-    options: dict[str, Any] = {
+def _options(case: Case, x: Inputs) -> dict[str, Any]:
+    """What all functions of this library take."""
+    return {
         "causal": case.causal,
         "window_size": case.window_size,
         "softcap": case.softcap,
         "alibi_slopes": x.alibi_slopes,
-        "level": level,
     }
+
+
+def _by_layout(
+    case: Case, x: Inputs, dense: Callable[..., Any], packed: Callable[..., Any], **options: Any
+) -> Forward:
+    """The call of the function for the layout of the inputs."""
     if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
-        return partial(fp8.flash_attn_fp8_func, x.q, x.k, x.v, **options)
+        return partial(dense, x.q, x.k, x.v, **options)
     lengths = (x.cu_seqlens_q, x.cu_seqlens_k, *case.longest)
-    return partial(fp8.flash_attn_fp8_varlen_func, x.q, x.k, x.v, *lengths, **options)
+    return partial(packed, x.q, x.k, x.v, *lengths, **options)
+
+
+def _level(case: Case, x: Inputs, level: str) -> Forward:
+    _refuse(case, "dropout_p", "queries", "deterministic")
+    functions = fp8.flash_attn_fp8_func, fp8.flash_attn_fp8_varlen_func
+    return _by_layout(case, x, *functions, **_options(case, x), level=level)
 
 
 def _in_e4m3(provider: Provider) -> Provider:
@@ -187,12 +198,7 @@ def chosen_providers(
 
 def _ours(backend: str | None, deterministic: bool = False) -> Provider:
     def prepare(case: Case, x: Inputs) -> Forward:
-        options: dict[str, Any] = {
-            "causal": case.causal,
-            "window_size": case.window_size,
-            "softcap": case.softcap,
-            "alibi_slopes": x.alibi_slopes,
-        }
+        options = _options(case, x)
         if case.queries:
             _refuse(case, "dropout_p")
             options["block_table"] = x.block_table
@@ -203,10 +209,8 @@ def _ours(backend: str | None, deterministic: bool = False) -> Provider:
             return partial(flash_attn.flash_attn_with_kvcache, x.q, x.k, x.v, **options)
         options["dropout_p"] = case.dropout_p
         options["deterministic"] = case.deterministic or deterministic
-        if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
-            return partial(flash_attn.flash_attn_func, x.q, x.k, x.v, **options)
-        lengths = (x.cu_seqlens_q, x.cu_seqlens_k, *case.longest)
-        return partial(flash_attn.flash_attn_varlen_func, x.q, x.k, x.v, *lengths, **options)
+        functions = flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func
+        return _by_layout(case, x, *functions, **options)
 
     if backend is None:
         return Provider(prepare)

@@ -174,6 +174,18 @@ def print_cells(cells: dict[str, str], head: bool) -> None:
         print(*line, sep="  ", flush=True)
 
 
+def print_rows(rows: Iterable[Row], cells: Callable[[Row], dict[str, str]]) -> list[Row]:
+    """Print each row as it comes, a header where the columns change; return them all."""
+    printed: list[Row] = []
+    columns: list[str] = []
+    for row in rows:
+        line = cells(row)
+        print_cells(line, head=list(line) != columns)
+        columns = list(line)
+        printed.append(row)
+    return printed
+
+
 def skipped_lines(rows: Iterable[Row]) -> list[str]:
     """Once each reason for which a provider was skipped."""
     reasons = Counter(pair for row in rows for pair in row["skipped"].items())

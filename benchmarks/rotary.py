@@ -152,11 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = report.with_progress(
         lambda case: measure(a, triton, device, *case), cases, lambda case: str(case[0])
     )
-    rows: list[Row] = []
     with capture_stream() if device == "cuda" else torch.no_grad():
-        for row in report.record(a.folder / a.output, a, measured):
-            report.print_cells(cells(row), head=not rows)
-            rows.append(row)
+        report.print_rows(report.record(a.folder / a.output, a, measured), cells)
 
 
 if __name__ == "__main__":

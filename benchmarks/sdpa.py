@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,9 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import report
 from benchmarks.report import Row, figure, rounded
+from benchmarks.timing import host_times, milliseconds
 from flash_attn import adapters
 
 ROUNDS = 5
+CALLS = 10  # of a sample of the device's time
+HEAD_START = 4_000_000  # clocks before it
 FIGURES = ("forward_ms", "training_ms", "host_forward_us", "host_training_us")
 
 
@@ -51,26 +53,11 @@ def implementation(name: str) -> Iterator[None]:
 def device_ms(call: Callable[[], Any]) -> float:
     """Of one of several calls behind each other, which the host is ahead of."""
     call()
-    count = 10
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(4_000_000)
-    begin.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / count
+    return milliseconds(call, CALLS, "cuda", HEAD_START) / CALLS
 
 
 def host_us(call: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(100):
-        start = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - start) / 1e3)
-    torch.cuda.synchronize()
-    return statistics.median(times)
+    return statistics.median(host_times(call, 100))
 
 
 def measure(case: Case) -> Row:
@@ -132,11 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for headdim, causal, seqlen in itertools.product(a.headdim, (False, True), a.seqlen)
     ]
     print(f"{report.device_name()}, torch {torch.__version__}: ms (host: us), default and here")
-    rows: list[Row] = []
-    progress = report.with_progress(measure, cases, str)
-    for row in report.record(a.folder / a.output, a, progress):
-        report.print_cells(cells(row), head=not rows)
-        rows.append(row)
+    measured = report.with_progress(measure, cases, str)
+    report.print_rows(report.record(a.folder / a.output, a, measured), cells)
 
 
 if __name__ == "__main__":

@@ -163,11 +163,7 @@ def sweep(arguments: argparse.Namespace) -> list[Case]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tiles",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = report.parser("tiles", __doc__)
     add = parser.add_argument
     add("--backend", choices=("sm90", "sm80"), default="sm90", help="whose tiles")
     add("--dtype", choices=DTYPES, default="bf16", help="of the tensors")
@@ -208,11 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     operands = a.fp8 or a.dtype
     print(f"{report.device_name()}, torch {torch.__version__}, {a.backend}, {operands}, us")
     print(f"random shapes of --seed {a.seed}")
-    rows: list[Row] = []
     measured = report.with_progress(measure_case, sweep(a), label)
-    for row in report.record(a.folder / a.output, a, measured):
-        report.print_cells(cells(row), head=not rows)
-        rows.append(row)
+    rows = report.print_rows(report.record(a.folder / a.output, a, measured), cells)
     print("\nregret of the library's choice")
     print(*summary(rows), sep="\n")
     report.print_skipped(rows)

@@ -153,6 +153,18 @@ def _captured(body: Callable[[], object], calls: int) -> Callable[[], object]:
     return replay
 
 
+def host_times(call: Callable[[], object], calls: int) -> list[float]:
+    """Microseconds of the host for each of the calls, of which none waits for the GPU."""
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(calls):
+        started = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - started) / 1e3)
+    torch.cuda.synchronize()
+    return times
+
+
 def milliseconds(
     function: Callable[[], object], calls: int, device: str, head_start: int = HEAD_START
 ) -> float:

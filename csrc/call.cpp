@@ -637,7 +637,7 @@ void read(Reader& reader, AppendParams& params) {
   params.slots_k = to_int("batch of k", k.size[0]);
   const int64_t pages = reader.has("block_table") ? reader.get("block_table").size[1] : 1;
   params.seqlen_k = to_length("rows of the cache", k.size[1] * pages);
-  if (pages == 1 && !reader.has("block_table") && !reader.has("cache_batch_idx") &&
+  if (!reader.has("block_table") && !reader.has("cache_batch_idx") &&
       params.slots_k != params.batch) {
     throw std::invalid_argument("k: got a batch of " + std::to_string(params.slots_k) +
                                 "; accepted: that of q, " + std::to_string(batch));

@@ -39,6 +39,14 @@ class Options:
     dropout_p: float = 0.0
     deterministic: bool = False
 
+    @property
+    def masked(self) -> bool:
+        """Whether keys may be hidden: each query of a cache stands at a row of its own then.
+
+        Else all of them stand at the row of the next key.
+        """
+        return self.window_left >= 0 or self.window_right >= 0
+
 
 def options(*numbers: Any) -> Options:
     """Check (dropout_p, softmax_scale, causal, window left, right, softcap, deterministic)."""
@@ -252,7 +260,7 @@ def dense(
     q: Any,
     k: Any,
     v: Any,
-    options: "Options",
+    options: Options,
     alibi_slopes: Any = None,
     s_aux: Any = None,
     descales: tuple[Any, Any, Any] = (None, None, None),
@@ -293,7 +301,7 @@ def varlen(
     cu_seqlens_k: Any,
     max_seqlen_q: Any,
     max_seqlen_k: Any,
-    options: "Options",
+    options: Options,
     alibi_slopes: Any = None,
     s_aux: Any = None,
     descales: tuple[Any, Any, Any] = (None, None, None),
@@ -350,7 +358,7 @@ def with_kvcache(
     v_cache: Any,
     k: Any,
     v: Any,
-    options: "Options",
+    options: Options,
     alibi_slopes: Any,
     s_aux: Any,
     *,
@@ -409,9 +417,8 @@ def with_kvcache(
         )
     # A table for every place in the cache is enough where the host does not know the lengths.
     positions = capacity
-    if known is not None:  # under a mask each query stands at a row of its own
-        masked = options.window_left >= 0 or options.window_right >= 0
-        queries = q.shape[1] if masked else min(q.shape[1], 1)
+    if known is not None:
+        queries = q.shape[1] if options.masked else min(q.shape[1], 1)
         positions = max(known, 0) + max(seqlen_new, queries)
     _check_rotary(rotary_cos, rotary_sin, q, k, cache_seqlens, positions)
 

@@ -341,8 +341,7 @@ def _run_forward(
     q, dropout = problem.q, problem.dropout_p > 0
     if dropout and rng_state is None:
         raise ValueError("rng_state must be given to the operator when dropout_p > 0, got None")
-    if dropout:
-        _arguments.check_rng_state(problem, rng_state)
+    _arguments.check_rng_state(problem, rng_state)
     return_softmax = return_softmax and dropout
     if out is not None:
         _arguments.check_destination("out", out, q, problem.out_shape)

@@ -165,8 +165,7 @@ def _combine(
     lse = lse_partial.logsumexp(0)
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     parts = out_partial.masked_fill(weights[..., None] == 0, 0.0)  # which may hold NaN there
-    merged = torch.einsum("sbthd,sbth->bthd", parts, weights)
-    merged = merged.to(dtype)
+    merged = torch.einsum("sbthd,sbth->bthd", parts, weights).to(dtype)
     if out is None:
         return merged, lse
     if not isinstance(out, Tensor) or out.shape != merged.shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -262,9 +263,27 @@ OPTIONS: dict[str, Callable[[int, int, str], dict[str, Any]]] = {
 }
 
 
+NO_DROPOUT = [name for name in OPTIONS if name != "dropout"]
+
+
+def without_dropout(name: str, batch: int, nheads: int, device: str) -> dict[str, Any]:
+    """Those of OPTIONS that FP8 and the decode kernels have too."""
+    return OPTIONS[name](batch, nheads, device) | {"dropout_p": 0.0}
+
+
 # --------------------------------------------------------------------------------------------------
 # The library
 # --------------------------------------------------------------------------------------------------
+
+
+def splits(count: int) -> AbstractContextManager[None]:
+    """Divide keys into so many parts; 0: as the kernel chooses."""
+    return cuda.changed_setting("num_splits", count)
+
+
+def assert_counters_are_zero() -> None:
+    torch.cuda.synchronize()
+    assert not any(map(torch.any, cuda._kept_zeros.values()))
 
 
 def options_of(problem: Attention) -> dict[str, Any]:
@@ -404,3 +423,33 @@ def check(problem: Attention, backward: bool = True, **more: Any) -> None:
     results, upstream = run(problem, backward, **more)
     assert results["out"].dtype == problem.q.dtype
     assert_matches_oracle(results, problem, **upstream)
+
+
+def check_bits(problem: Attention, times: int) -> None:
+    """A forward that is right, and so many others with the same bits; counters are left zero."""
+    first, _ = run(problem, backward=False)
+    assert_matches_oracle(first, problem)
+    for _ in range(times):
+        again, _ = run(problem, backward=False)
+        assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert_counters_are_zero()
+
+
+def check_lengths_within(
+    problem: Attention, seqused: Sequence[int], leftpad: Sequence[int], page_size: int | None
+) -> None:
+    """Compare a varlen problem with narrowed keys with the oracle; the others are NaN.
+
+    The gradients too, which pages do not have.
+    """
+    device = problem.q.device
+    narrowed = {"seqused": int32(seqused, device), "leftpad": int32(leftpad, device)}
+    problem = replace(problem, storage=replace(problem.storage, **narrowed))
+    problem = in_pages(problem, page_size) if page_size else poisoned_outside_keys(problem)
+    out, lse, *_ = private_forward(problem)
+    results, dout = {"out": out, "lse": lse}, None
+    if not page_size:
+        dout = poisoned_outside(torch.randn_like(out), problem)
+        results |= private_backward(problem, dout, out, lse)
+        del results["delta"]
+    assert_matches_oracle(results, problem, dout)

@@ -8,6 +8,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -79,6 +80,14 @@ def names_and_defaults(signature: inspect.Signature) -> list[tuple[str, Any]]:
     return [(p.name, p.default) for p in signature.parameters.values()]
 
 
+def assert_signature(function: Callable[..., Any], parameters: str, extensions: set[str]) -> None:
+    """These come first; behind them there are extensions alone, given by keyword."""
+    signature, expected = inspect.signature(function), parse(parameters)
+    assert names_and_defaults(signature)[: len(expected)] == expected
+    for extension in list(signature.parameters.values())[len(expected) :]:
+        assert extension.kind is extension.KEYWORD_ONLY and extension.name in extensions
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_signature(name):
     function = getattr(flash_attn, name)
@@ -86,10 +95,7 @@ def test_public_signature(name):
     assert inspect.isfunction(function) and inspect.getfullargspec(function).args
     expected = parse(PUBLIC[name])
     assert inspect.getfullargspec(function).args == [parameter for parameter, _ in expected]
-    signature = inspect.signature(function)
-    assert names_and_defaults(signature)[: len(expected)] == expected
-    for extension in list(signature.parameters.values())[len(expected) :]:
-        assert extension.kind is extension.KEYWORD_ONLY and extension.name in EXTENSIONS
+    assert_signature(function, PUBLIC[name], EXTENSIONS)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if "packed" in name])

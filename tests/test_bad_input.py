@@ -330,10 +330,6 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
 }
 
 
-def case_id(value: Any) -> str | None:
-    return "-".join(value) if isinstance(value, dict) else None
-
-
 @pytest.mark.parametrize(
     "name, changes, exception, words",
     [

@@ -1025,7 +1025,9 @@ def test_columns_follow_the_backend(capsys):
     base |= {"ms": figures, "tflops": figures, "gbs": figures, "ratio": {"fa3": 2.0}}
     other = {**base, "ours": "sm80", "providers": ["sm80", "fa3"]}
     decode = {**base, "queries": 1, "gbs": {"sm90": 2400.0, "fa3": 1200.0}}
-    attention.print_rows([base, base, other, decode], [], "fa3", 4800.0)
+    report.print_rows(
+        [base, base, other, decode], lambda row: attention.cells(row, [], "fa3", 4800.0, [])
+    )
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     heads = [line for line in lines if line[0] == "direction"]
     assert len(lines) == 4 + 3 and [line[5] for line in heads[:2]] == ["sm90", "sm80"]
@@ -1033,7 +1035,7 @@ def test_columns_follow_the_backend(capsys):
     assert lines[-1][5:] == ["1", "1/1", "2400.0", "1200.0", "8000.0", "50.0", "8", "2.00", "2.00"]
 
     sizes = {"headdim": 192, "headdim_v": 128, "keys": 77, "model": "a model"}
-    attention.print_rows([{**base, **sizes}], [], "fa3", None)
+    report.print_cells(attention.cells({**base, **sizes}, [], "fa3", None, []), head=True)
     head, line = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head[5:7] == ["batch", "heads"] and head[-1] == "model"
     assert line[2:7] == ["192/128", "yes", "32x77", "1", "1/1"] and line[-2:] == ["a", "model"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from test_api import names_and_defaults, parse
+from test_api import assert_signature
 
 MODULES = {  # what clients import from each
     "losses.cross_entropy": ["CrossEntropyLoss"],  # InternLM, HyenaDNA
@@ -118,11 +117,7 @@ def test_signature(path: str) -> None:
     function: Any = importlib.import_module(f"flash_attn.{module}")
     for name in path.removeprefix(f"{module}.").split("."):
         function = getattr(function, name)
-    signature = inspect.signature(function)
-    expected = parse(SIGNATURES[path])
-    assert names_and_defaults(signature)[: len(expected)] == expected
-    for extension in list(signature.parameters.values())[len(expected) :]:
-        assert extension.kind is extension.KEYWORD_ONLY and extension.name in EXTENSIONS
+    assert_signature(function, SIGNATURES[path], EXTENSIONS)
 
 
 def test_call_sequences_of_clients() -> None:

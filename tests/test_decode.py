@@ -13,8 +13,10 @@ import torch
 from conftest import KERNELS, decode_fixture, device_fixture
 from helpers import (
     NAN,
-    OPTIONS,
+    NO_DROPOUT,
+    assert_counters_are_zero,
     check,
+    check_bits,
     dense,
     dtype_name,
     in_pages,
@@ -23,9 +25,11 @@ from helpers import (
     misaligned,
     randn,
     run,
+    splits,
     varlen,
+    without_dropout,
 )
-from oracle import Decode, assert_matches_oracle, index_of
+from oracle import Decode, index_of
 from test_kernels import BEYOND, HALF, of_each_kernel
 from test_kvcache import call as call_kvcache
 from test_kvcache import check as check_kvcache
@@ -50,17 +54,6 @@ MASKS = {
     "window": {"window_size": (40, 1)},
     "window-0": {"window_size": (0, 0)},
 }
-NO_DROPOUT = [name for name in OPTIONS if name != "dropout"]
-
-
-def options_of(name: str, batch: int, nheads: int, device: str) -> dict[str, Any]:
-    """Of OPTIONS, without dropout, which decode kernels do not have."""
-    return OPTIONS[name](batch, nheads, device) | {"dropout_p": 0.0}
-
-
-def splits(count: int) -> Any:
-    """Divide keys into so many parts; 0: as the kernel chooses."""
-    return cuda.changed_setting("num_splits", count)
 
 
 def tile_count(headdims: tuple[int, int]) -> int:
@@ -73,17 +66,12 @@ def tile_count(headdims: tuple[int, int]) -> int:
     return rows[0].tiles
 
 
-def assert_counters_are_zero() -> None:
-    torch.cuda.synchronize()
-    assert not any(map(torch.any, cuda._kept_zeros.values()))
-
-
 @of_each_kernel
 @pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
 @pytest.mark.parametrize("features", ["plain", "everything"])
 def test_each_kernel_for_the_sanitizer(device, features, dtype, headdims):
     """Each tile shape, whole and divided keys."""
-    options = options_of(features, 3, 8, device) | {"dtype": dtype, "device": device}
+    options = without_dropout(features, 3, 8, device) | {"dtype": dtype, "device": device}
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
     for seqlen_q, parts in ((1, 1), (3, 3), (5, 2)):
         case = decode([0, 20, 300], seqlen_q, 0, 301, **sizes, **options)
@@ -97,7 +85,8 @@ def test_each_kernel_for_the_sanitizer(device, features, dtype, headdims):
 @pytest.mark.parametrize("options", NO_DROPOUT)
 def test_options(device, options, page_size, headdims):
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
-    given = options_of(options, 3, 8, device) | BF16 | {"page_size": page_size, "device": device}
+    given = without_dropout(options, 3, 8, device) | BF16
+    given |= {"page_size": page_size, "device": device}
     for parts in (0, 1, 3):
         with splits(parts):
             check_kvcache(decode([0, 33, 250], 3, 0, 260, **sizes, **given))
@@ -110,7 +99,7 @@ def test_options(device, options, page_size, headdims):
 def test_rows(device, options, group, headdim):
     """Rows are pairs of a query and a head of the group: each keeps its mask, slope and sink."""
     for seqlen_q in {1, 2, 3, 32 // group}:
-        given = options_of(options, 2, 2 * group, device) | BF16 | {"device": device}
+        given = without_dropout(options, 2, 2 * group, device) | BF16 | {"device": device}
         sizes = {"nheads": 2 * group, "nheads_kv": 2, "headdim": headdim}
         check_kvcache(decode([3, 140], seqlen_q, 0, 150, **sizes, **given))
 
@@ -231,7 +220,7 @@ def paged(case: Decode, given: dict[str, Any], page_size: int) -> Decode:
 @pytest.mark.parametrize("options", ["plain", "everything"])
 def test_packed_queries(device, options, page_size, headdims):
     """Rows of no sequence are cleared, whatever the parts."""
-    given = options_of(options, 5, 4, device) | BF16 | {"device": device}
+    given = without_dropout(options, 5, 4, device) | BF16 | {"device": device}
     problem = varlen([3, 1, 0, 8, 1], [5, 190, 70, 0, 257], 4, 2, *headdims, **given)
     problem = problem if page_size is None else in_pages(problem, page_size)
     for parts in (0, 1, 3):
@@ -242,7 +231,7 @@ def test_packed_queries(device, options, page_size, headdims):
 @pytest.mark.parametrize("headdims", [(8, 8), (40, 72), (80, 80), (160, 160), (200, 8)], ids=str)
 @pytest.mark.parametrize("options", ["causal", "everything"])
 def test_head_dims_between(device, options, headdims):
-    given = options_of(options, 3, 8, device) | BF16 | {"device": device}
+    given = without_dropout(options, 3, 8, device) | BF16 | {"device": device}
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
     for parts in (1, 3):
         with splits(parts):
@@ -302,7 +291,8 @@ def assert_mates_change_no_bit(case: Decode, **arguments: Any) -> None:
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("options", ["plain", "causal", "softcap", "alibi", "sinks"])
 def test_batch_mates_change_no_bit(device, options, page_size, headdim):
-    given = options_of(options, 4, 8, device) | BF16 | {"device": device, "page_size": page_size}
+    given = without_dropout(options, 4, 8, device) | BF16
+    given |= {"device": device, "page_size": page_size}
     case = decode([777, 0, 1000, 65], 2, 0, 1001, nheads=8, headdim=headdim, **given)
     for parts in (1, 2, 6):
         with splits(parts):
@@ -326,12 +316,7 @@ def test_deterministic(device, mask):
     """Whoever is last merges, always in the same order."""
     problem = dense(2, 4, 1500, 8, 2, 128, device=device, **BF16, **MASKS[mask])
     with splits(9):
-        first, _ = run(problem, backward=False)
-        assert_matches_oracle(first, problem)
-        for _ in range(50):
-            again, _ = run(problem, backward=False)
-            assert all(torch.equal(value, again[name]) for name, value in first.items())
-    assert_counters_are_zero()
+        check_bits(problem, 50)
 
 
 def test_graph(device):

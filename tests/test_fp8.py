@@ -19,7 +19,7 @@ from conftest import device_fixture
 from helpers import (
     LAYOUTS,
     NAN,
-    OPTIONS,
+    NO_DROPOUT,
     call,
     cu_seqlens,
     dense,
@@ -32,6 +32,7 @@ from helpers import (
     randn,
     since_torch,
     varlen,
+    without_dropout,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,6 @@ BF16 = {"dtype": torch.bfloat16}
 MOST = 448.0
 LEVELS = ("fast", "balanced", "accurate")
 HEADDIMS = (64, 96, 128, 192, 256)
-NO_DROPOUT = [name for name in OPTIONS if name not in ("dropout", "everything")]
 
 device = device_fixture("cpu-tiled", "cuda-tiled", "cuda-default")
 
@@ -88,10 +88,6 @@ def rounding_of(problem: Attention, level: str) -> Rounding:
 
 
 MANY = 500  # elements, of which a root mean square says something
-
-
-def without_dropout(options: str, batch: int, nheads: int, device: str) -> dict[str, Any]:
-    return OPTIONS[options](batch, nheads, device) | {"dropout_p": 0.0}
 
 
 def assert_rounded(
@@ -188,7 +184,7 @@ def check_e4m3(problem: Attention, descales: bool = True) -> None:
     assert_rounded(out, lse, known)
 
 
-@pytest.mark.parametrize("options", [*NO_DROPOUT, "everything"])
+@pytest.mark.parametrize("options", NO_DROPOUT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_options(device, layout, options):
     options = without_dropout(options, 2, 4, device)
@@ -443,7 +439,7 @@ def check_level(problem: Attention, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("options", NO_DROPOUT)
+@pytest.mark.parametrize("options", [name for name in NO_DROPOUT if name != "everything"])
 def test_levels_with_options(device, options, level):
     options = without_dropout(options, 2, 4, device)
     sizes = {"nheads": 4, "nheads_kv": 2, "headdim": 64, "device": device, **BF16}
@@ -694,11 +690,6 @@ def test_random_levels(device, level, **given):
 # ---- accuracy ------------------------------------------------------------------------------------
 
 
-def with_outliers(*shape: int) -> Tensor:
-    """N(0, 1) + N(0, 100) * Bernoulli(0.001), as the FlashAttention-3 paper has it."""
-    return torch.randn(shape) + 10 * torch.randn(shape) * (torch.rand(shape) < 0.001)
-
-
 def rms(x: Tensor, exact: Tensor) -> float:
     return (on_host(x).double() - on_host(exact)).square().mean().sqrt().item()
 
@@ -724,7 +715,7 @@ def test_outliers_of_the_paper(device):
     the largest scores: one head's differs from the mean (of 24 heads, all rows: 8.5e-3, 5.8e-3 and
     1.7e-3) by a fifth, and sixteen heads even that out.
     """
-    q, k, v = (with_outliers(1, 4096, 16, 128).to(device) for _ in "qkv")
+    q, k, v = (fp8_benchmark.with_outliers(1, 4096, 16, 128).to(device) for _ in "qkv")
     x = [q[:, ::32], k, v]
     exact, exact_lse = Attention(*x).to(torch.float64).forward()
     results = results_of_formats(x)

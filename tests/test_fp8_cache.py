@@ -13,7 +13,7 @@ import torch
 from conftest import KERNELS, device_fixture
 from helpers import (
     NAN,
-    OPTIONS,
+    NO_DROPOUT,
     assert_guard_intact,
     captured,
     dtype_name,
@@ -21,6 +21,8 @@ from helpers import (
     int32,
     kernels_forced,
     randn,
+    splits,
+    without_dropout,
 )
 from oracle import Attention, Decode, assert_close_to_oracle, expect, on_host
 from test_kernels import BEYOND, HALF, of_each_kernel
@@ -36,7 +38,6 @@ from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 FP8 = torch.float8_e4m3fn
 BF16 = {"dtype": torch.bfloat16}
 MOST = torch.finfo(FP8).max
-NO_DROPOUT = [name for name in OPTIONS if name != "dropout"]
 
 on_kernels = device_fixture(*KERNELS)
 
@@ -108,11 +109,6 @@ def same(x: Tensor, y: Tensor) -> bool:
     return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
-def splits(count: int) -> Any:
-    """Divide keys into so many parts; 0: as the kernel chooses."""
-    return cuda.changed_setting("num_splits", count)
-
-
 # ---- every backend -------------------------------------------------------------------------------
 
 
@@ -137,7 +133,7 @@ def test_descales_of_any_sign(device, softcap):
 @pytest.mark.parametrize("options", NO_DROPOUT)
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_options(device, options, dtype, page_size):
-    options = OPTIONS[options](3, 4, device) | {"dropout_p": 0.0, "page_size": page_size}
+    options = without_dropout(options, 3, 4, device) | {"page_size": page_size}
     check(fp8_cache([0, 7, 33], seqlen_q=5, seqlen_new=5, dtype=dtype, device=device, **options))
 
 
@@ -298,7 +294,7 @@ def test_compiled(device):
 @pytest.mark.parametrize("features", ["plain", "everything"])
 def test_each_kernel_for_the_sanitizer(on_kernels, features, dtype, headdims):
     """Each tile shape, whole and divided keys."""
-    options = OPTIONS[features](3, 8, on_kernels) | {"dropout_p": 0.0, "dtype": dtype}
+    options = without_dropout(features, 3, 8, on_kernels) | {"dtype": dtype}
     sizes = {"nheads": 8, "nheads_kv": 2, "headdim": headdims[0], "headdim_v": headdims[1]}
     for seqlen_q, parts in ((1, 1), (3, 3), (5, 2)):
         with splits(parts):
@@ -352,7 +348,7 @@ def test_kernels_append_and_attend(on_kernels, monkeypatch):
 @pytest.mark.parametrize("dtype", HALF, ids=dtype_name)
 def test_many_queries_on_kernels(on_kernels, dtype, page_size, options):
     """The cache is copied to 16 bits, then a forward runs."""
-    options = OPTIONS[options](3, 4, on_kernels) | {"dropout_p": 0.0, "page_size": page_size}
+    options = without_dropout(options, 3, 4, on_kernels) | {"page_size": page_size}
     check(fp8_cache([0, 7, 333], 140, 140, 500, dtype=dtype, device=on_kernels, **options))
 
 

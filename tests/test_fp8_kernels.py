@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import device_fixture
-from helpers import APART, LAYOUTS, NAN, OPTIONS, captured, dense, int32, randn, varlen
+from helpers import (
+    APART,
+    LAYOUTS,
+    NAN,
+    NO_DROPOUT,
+    captured,
+    dense,
+    int32,
+    randn,
+    varlen,
+    without_dropout,
+)
 from test_fp8 import BF16, FP8, HEADDIMS, LEVELS, call_fp8, check_e4m3, check_level, in_e4m3, rms
 from test_repeated_calls import launches_of
 from torch import Tensor
@@ -25,9 +36,7 @@ from flash_attn._backends import cuda, quantisation, tiled
 from flash_attn.fp8 import flash_attn_fp8_func, flash_attn_fp8_varlen_func, quantize
 from flash_attn.layers.rotary import apply_rotary_emb
 
-NO_DROPOUT = [name for name in OPTIONS if name != "dropout"]
 KINDS = ("e4m3", *LEVELS)
-SM90 = (9, 0)
 PAGES = frozenset({"pages", "cache_slots"})
 
 on_kernels = device_fixture("cuda-sm90")
@@ -35,10 +44,6 @@ on_kernels = device_fixture("cuda-sm90")
 
 def check(problem: Any, kind: str) -> None:
     check_e4m3(problem) if kind == "e4m3" else check_level(problem, kind)
-
-
-def options_of(name: str, batch: int, nheads: int, device: str) -> dict[str, Any]:
-    return OPTIONS[name](batch, nheads, device) | {"dropout_p": 0.0}
 
 
 def order_of_keys(count: int) -> Tensor:
@@ -416,10 +421,8 @@ def test_pass_of_many_tiles(on_kernels, headdim, level):
 @pytest.mark.parametrize("options", NO_DROPOUT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_options_on_kernels(on_kernels, layout, options, kind):
-    sizes = {"nheads": 4, "nheads_kv": 2, "headdim": 64}
-    check(
-        LAYOUTS[layout](**sizes, **options_of(options, 2, 4, on_kernels), device=on_kernels), kind
-    )
+    sizes = {"nheads": 4, "nheads_kv": 2, "headdim": 64, "device": on_kernels}
+    check(LAYOUTS[layout](**sizes, **without_dropout(options, 2, 4, on_kernels)), kind)
 
 
 @pytest.mark.gpu
@@ -428,7 +431,7 @@ def test_options_on_kernels(on_kernels, layout, options, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_are_transposed_before_or_inside(on_kernels, layout, options, headdim):
     sizes = {"nheads": 4, "nheads_kv": 2, "headdim": headdim, "device": on_kernels}
-    problem = LAYOUTS[layout](**sizes, **options_of(options, 2, 4, on_kernels))
+    problem = LAYOUTS[layout](**sizes, **without_dropout(options, 2, 4, on_kernels))
     full = options in ("softcap", "everything") or options.startswith("alibi")
     for tile in (0,) if full else (0, 1):
         with cuda.changed_setting("tile", tile):
@@ -690,7 +693,7 @@ def test_packed_sequences_do_not_meet(on_kernels, headdim, level):
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("features", ["plain", "everything"])
 def test_each_fp8_kernel_for_the_sanitizer(on_kernels, features, headdim, kind):
-    options = options_of(features, 2, 2, on_kernels)
+    options = without_dropout(features, 2, 2, on_kernels)
     for parts in (1, 2, APART - 2):
         with cuda.changed_setting("num_splits", parts):
             check(dense(2, 70, 300, 2, 1, headdim, device=on_kernels, **options), kind)

@@ -103,15 +103,21 @@ def test_order_of_dense_tiles(tmp_path: Path) -> None:
     assert output_of("dense_tiles", tmp_path, []) == (0, "")
 
 
+def regrets_of(rows: list[dict[str, Any]], printed: str) -> list[float]:
+    """Of the plans that a program has printed, where their times are known."""
+    plans = (plan.removesuffix("x1") for plan in printed.split())
+    chosen = zip((row["us"] for row in rows), plans, strict=True)
+    return [us[plan] / min(us.values()) - 1 for us, plan in chosen if plan in us]
+
+
 def test_plan_of_decoding(tmp_path: Path) -> None:
     """What it chooses is about as fast as the fastest that was measured."""
     rows = json.loads((RESULTS / "decode-parts.json").read_text())["rows"]
     names = ("batch", "seqlen", "nheads", "nheads_kv", "queries")
     numbers = [x for row in rows for x in (*(row[name] for name in names), 0)]
     status, printed = output_of("decode_plan", tmp_path, numbers, ())
-    chosen = zip((row["us"] for row in rows), printed.split(), strict=True)
-    regrets = [us[plan] / min(us.values()) - 1 for us, plan in chosen if plan in us]
-    assert status == 0 and len(regrets) >= 70  # of others the time is not known
+    regrets = regrets_of(rows, printed)
+    assert status == 0 and len(regrets) >= 70
     assert sum(regrets) / len(regrets) < 0.01 and max(regrets) < 0.1
 
 
@@ -157,9 +163,7 @@ def regrets_of_sm90(
     ]
     status, printed = output_of("forward_plan", folder, numbers, include)
     assert status == 0
-    plans = (plan.removesuffix("x1") for plan in printed.split())
-    chosen = zip((row["us"] for row in rows), plans, strict=True)
-    return [us[plan] / min(us.values()) - 1 for us, plan in chosen if plan in us]
+    return regrets_of(rows, printed)
 
 
 def test_plan_of_forwards_in_fp8(tmp_path: Path, build_support: ModuleType) -> None:
@@ -204,10 +208,8 @@ def test_plan_of_forwards_of_sm80(tmp_path: Path, build_support: ModuleType) -> 
     status, printed = output_of(
         "sm80_forward_plan", tmp_path, numbers, toolkit_include(build_support)
     )
-    plans = (plan.removesuffix("x1") for plan in printed.split())
-    chosen = zip((row["us"] for row in rows), plans, strict=True)
-    regrets = [us[plan] / min(us.values()) - 1 for us, plan in chosen if plan in us]
-    assert status == 0 and len(regrets) >= 200  # of others the time is not known
+    regrets = regrets_of(rows, printed)
+    assert status == 0 and len(regrets) >= 200
     assert sum(regrets) / len(regrets) < 0.01 and max(regrets) < 0.15
 
 

@@ -60,12 +60,10 @@ def attention(
     return torch.stack(outs, 2)
 
 
-def rotated(x: Tensor, dim: int, interleaved: bool, scale: Tensor | None = None) -> Tensor:
-    """x (batch, seqlen, heads, headdim) as complex numbers, turned by position, and scaled."""
+def rotated(x: Tensor, dim: int, interleaved: bool) -> Tensor:
+    """x (batch, seqlen, heads, headdim) as complex numbers, turned by position."""
     angles = torch.outer(torch.arange(x.shape[1]), 10000.0 ** (-torch.arange(0, dim, 2) / dim))
     turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None].to(x.device)
-    if scale is not None:
-        turn = turn * scale[:, None].to(x.device)
     head, rest = x[..., :dim], x[..., dim:]
     pairs = head.unflatten(-1, (-1, 2)) if interleaved else head.unflatten(-1, (2, -1)).mT
     pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)

@@ -9,12 +9,11 @@ import torch
 from helpers import (
     LAYOUTS,
     OPTIONS,
+    check_lengths_within,
     dense,
-    in_pages,
     int32,
     layout_of,
     poisoned_outside,
-    poisoned_outside_keys,
     private_backward,
     private_forward,
     varlen,
@@ -105,18 +104,7 @@ def test_lengths_of_varlen(device, page_size):
     Its gradient is zero. (Pages have none.)
     """
     problem = varlen([5, 9, 1], [21, 9, 30], 4, 2, device=device, causal=True)
-    storage = replace(
-        problem.storage, seqused=int32([17, 9, 0], device), leftpad=int32([3, 9, 0], device)
-    )
-    problem = replace(problem, storage=storage)
-    problem = in_pages(problem, page_size) if page_size else poisoned_outside_keys(problem)
-    out, lse, *_ = private_forward(problem)
-    results, dout = {"out": out, "lse": lse}, None
-    if not page_size:
-        dout = poisoned_outside(torch.randn_like(out), problem)
-        results |= private_backward(problem, dout, out, lse)
-        del results["delta"]
-    assert_matches_oracle(results, problem, dout)
+    check_lengths_within(problem, [17, 9, 0], [3, 9, 0], page_size)
 
 
 def test_keywords_may_leave_others_out():
@@ -140,12 +128,3 @@ def test_wrapped_handles_are_the_functions():
         wrapped = getattr(flash_attn_interface, f"_wrapped_flash_attn_{name}")
         assert callable(wrapped)
         assert wrapped is getattr(flash_attn_interface, f"_flash_attn_{name}")
-
-
-def test_small_helpers():
-    x = torch.randn(3, 4)
-    assert flash_attn_interface.maybe_contiguous(x) is x
-    assert flash_attn_interface.maybe_contiguous(None) is None
-    assert flash_attn_interface.maybe_contiguous(x.T).stride(-1) == 1
-    assert flash_attn_interface.round_multiple(5, 4) == 8
-    assert flash_attn_interface.round_multiple(8, 4) == 8

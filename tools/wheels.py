@@ -16,8 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PLATFORM = "manylinux_2_28_x86_64"
-OLDEST_PYTHON = (3, 10)
-PYTHONS = [f"3.{minor}" for minor in range(OLDEST_PYTHON[1], 15)]
+PYTHONS = [f"3.{minor}" for minor in range(10, 15)]
 
 
 def run(*command: str | Path, **environ: str) -> None:

@@ -19,12 +19,6 @@ __device__ constexpr Place place_of(int row, int col) {
   return kRows == Rows::kQueries ? Place{row, col} : Place{col, row};
 }
 
-// Of the lane's first score: m, n and j are 0.
-template <Rows kRows>
-__device__ constexpr Place first_place(int lane) {
-  return place_of<kRows>(lane / 4, lane % 4 * 2);
-}
-
 // Of place j in accumulator (m, n), behind the lane's first score.
 template <Rows kRows>
 __device__ constexpr Place place_behind(int m, int n, int j) {

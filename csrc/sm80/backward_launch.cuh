@@ -1,7 +1,6 @@
 // Launches the Ampere-class backward.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>

@@ -11,7 +11,6 @@
 
 #include "common/divisor.h"
 #include "common/dropout.h"
-#include "common/fragment.h"
 #include "common/mask.h"
 #include "common/pack.h"
 #include "common/paged_rows.h"

@@ -17,6 +17,8 @@
 
 namespace flash::sm90 {
 
+constexpr int kPartCols = 32;  // that a warp adds up
+
 // A thread block takes a row tile of dQ, or kKeys keys of a divided tile and kPartCols columns of
 // dK or of dV. A warp takes 16 rows.
 template <typename Config>

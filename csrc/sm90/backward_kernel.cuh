@@ -28,7 +28,6 @@
 
 #include <cuda/std/utility>
 
-#include "common/fragment.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"
 #include "common/warp.h"

@@ -11,7 +11,6 @@
 #include "params.h"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/store.cuh"
-#include "sm90/tile_layout.cuh"
 #include "sm90/tma_store.cuh"
 
 namespace flash::sm90 {
@@ -101,7 +100,5 @@ __device__ void finish_gradient(const BackwardParams& params, const BackwardSche
                x, lane);
   }
 }
-
-constexpr int kPartCols = 32;  // that a warp adds up
 
 }  // namespace flash::sm90

@@ -8,7 +8,6 @@
 #include "common/shared_address.h"
 #include "common/warp.h"
 #include "params.h"
-#include "ptx/special_functions.h"
 #include "ptx/stmatrix.h"
 #include "ptx/wgmma.h"
 #include "sm90/backward_consumer.cuh"

@@ -18,7 +18,6 @@
 
 #include <cuda.h>
 
-#include "common/fragment.h"
 #include "common/range.h"
 #include "common/sequence.h"
 #include "common/shared_address.h"

@@ -494,8 +494,7 @@ def _with_wide_keys(problem: Attention, backend: str) -> tuple[Attention, Prepar
 
 def _cached_rows(problem: Attention) -> int:
     """How many rows of its cache a sequence can have in use."""
-    k, table = problem.k, problem.block_table
-    rows = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    rows = _rows(problem)
     return rows if problem.leftpad_k is not None else min(rows, problem.max_seqlen_k)
 
 
@@ -705,8 +704,7 @@ def append(problem: Attention, new: CacheAppend, backend: str) -> tuple[Attentio
         results["rotated_q"] = q.new_empty(q.shape)
     numbers: dict[str, float] = {
         "interleaved": new.rotary_interleaved,
-        # Under a mask each query stands at a row of its own; else all are at the end.
-        "masked": problem.window_left >= 0 or problem.window_right >= 0,
+        "masked": problem.options.masked,
     }
     kernel = _kernel_of_tokens("append", backend, q, problem.k)
     prepared = _launch(kernel, tensors, results, numbers)
@@ -888,8 +886,6 @@ def _prepare(
     if isinstance(kernel, str):  # of q, k and v alone unsupported() has been asked
         raise NotImplementedError(f"the {backend} backend {kernel}; use_backend('tiled') does this")
     numbers = _numbers(problem)
-    if operation == "decode":
-        numbers["seqlen_new"] = problem.seqlen_new
     if problem.num_splits > 0 and operation in ("decode", "forward"):
         # What decides the bits of a result must not depend on the batch.
         if operation == "forward" and backend == "sm90" and numbers["tile"] < 0:
@@ -917,7 +913,7 @@ def _numbers(problem: Attention) -> dict[str, float]:
         "softmax_scale": problem.softmax_scale,
         "window_left": min(problem.window_left, max_seqlen_k),
         "window_right": min(problem.window_right, max_seqlen_q),
-        "seqlen_new": 0,
+        "seqlen_new": problem.seqlen_new,
         **{name: _settings[name] for name in ("shared_memory", "tile", "num_splits")},
         **_place(problem),
     }
@@ -934,9 +930,9 @@ def _place(problem: Attention) -> dict[str, int]:
 
 
 def _rows(problem: Attention) -> int:
-    """How many keys a sequence can have at most: rows of a packed k, or of its pages."""
-    k, table = problem.k, problem.block_table
-    return k.shape[0] if table is None else table.shape[1] * k.shape[1]
+    """How many keys a sequence can have at most: rows of k, or of its pages."""
+    rows, table = problem.k.shape[-3], problem.block_table
+    return rows if table is None else table.shape[1] * rows
 
 
 # (device, owner: see _C.zeros_owner) -> zeros, which the kernels of one owner leave as they were

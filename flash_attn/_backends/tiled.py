@@ -14,7 +14,7 @@ operator can do.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -105,12 +105,9 @@ def _attend_by_tiles(
     row with no visible key gets its results from constants, so its derivatives are 0 and not NaN.
     """
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
-    all_out = _RowBuffer(
-        queries, (a.nheads, a.headdim_v), a.q.dtype, 0.0, a.q.device, in_place=not recorded
-    )
-    all_lse = _RowBuffer(
-        queries, (a.nheads, 1), a.compute_dtype, -torch.inf, a.q.device, in_place=not recorded
-    )
+    sizes, in_place = (a.nheads, a.headdim_v), not recorded
+    all_out = _RowBuffer(queries, sizes, a.q.dtype, 0.0, in_place)
+    all_lse = _RowBuffer(queries, (a.nheads, 1), a.compute_dtype, -torch.inf, in_place)
     for rows in _blocks(queries.max_length, _block(a)):
         q = queries.read(a.q, rows)  # (batch, nheads, m, headdim)
         row_max, row_sum = _initial_statistics(a, q)
@@ -176,9 +173,9 @@ def _attend_in_fp8(a: Attention) -> tuple[Tensor, Tensor]:
     """
     probabilities = _probabilities(a)
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
-    device, group = a.q.device, a.nheads // max(1, a.nheads_kv)
-    all_out = _RowBuffer(queries, (a.nheads, a.headdim_v), a.out_dtype, 0.0, device)
-    all_lse = _RowBuffer(queries, (a.nheads, 1), torch.float32, -torch.inf, device)
+    group = a.nheads // max(1, a.nheads_kv)
+    all_out = _RowBuffer(queries, (a.nheads, a.headdim_v), a.out_dtype, 0.0)
+    all_lse = _RowBuffer(queries, (a.nheads, 1), torch.float32, -torch.inf)
     for rows in _blocks(queries.max_length, _block(a)):
         q = queries.read(a.q, rows, _per_query_head(a.q_descale, group))
         if a.scales is not None:
@@ -276,10 +273,10 @@ def _gradients(
     if dlse is None and cpu.covers_backward(a):
         return cpu.backward(a, dout, out, lse, dq, dk, dv)
     queries, keys = _Sequences.of_queries(a), _Sequences.of_keys(a)
-    all_dq = _RowBuffer(queries, (a.nheads, a.headdim), a.q.dtype, 0.0, a.q.device)
-    all_delta = _RowBuffer(queries, (a.nheads, 1), a.compute_dtype, 0.0, a.q.device)
-    all_dk = _RowBuffer(keys, (a.nheads_kv, a.headdim), a.compute_dtype, 0.0, a.q.device)
-    all_dv = _RowBuffer(keys, (a.nheads_kv, a.headdim_v), a.compute_dtype, 0.0, a.q.device)
+    all_dq = _RowBuffer(queries, (a.nheads, a.headdim), a.q.dtype, 0.0)
+    all_delta = _RowBuffer(queries, (a.nheads, 1), a.compute_dtype, 0.0)
+    all_dk = _RowBuffer(keys, (a.nheads_kv, a.headdim), a.compute_dtype, 0.0)
+    all_dv = _RowBuffer(keys, (a.nheads_kv, a.headdim_v), a.compute_dtype, 0.0)
     row_lse = _query_layout(lse)
     row_dlse = None if dlse is None else _query_layout(dlse)
 
@@ -350,21 +347,20 @@ def append(problem: Attention, new: CacheAppend) -> Attention:
     used = new.cache_seqlens
     a = problem._replace(seqused_k=torch.where(used < 0, used, used + new.k.shape[1]))
     q = a.q
-    if new.rotary_cos is not None and new.rotary_sin is not None:
-        start = new.cache_seqlens[:, None].clamp(min=0)
-        masked = a.window_left >= 0 or a.window_right >= 0  # otherwise all queries are at the end
-        steps = torch.arange(q.shape[1], device=q.device) * int(masked)
-        q = _rotate_at(new, q, start + steps)
+    if new.rotary_cos is not None:
+        steps = torch.arange(q.shape[1], device=q.device)
+        start = used[:, None].clamp(min=0)
+        q = _rotate_at(new, q, start + steps if a.options.masked else start)
     cache = _Sequences.of_cache(a)
     if new.k.numel() == 0 or cache.total == 0 or cache.max_length == 0:
         return a._replace(q=q)
 
     k = new.k
     steps = torch.arange(k.shape[1], device=q.device)
-    storage_row = new.cache_seqlens[:, None] + steps  # (batch, seqlen_new)
+    storage_row = used[:, None] + steps  # (batch, seqlen_new)
     if new.rotary_cos is not None:
         k = _rotate_at(new, k, storage_row.clamp(min=0))
-    writable = (new.cache_seqlens[:, None] >= 0) & cache.holds(storage_row)
+    writable = (used[:, None] >= 0) & cache.holds(storage_row)
     index = cache.locate(storage_row)
     _write_rows(a.k, index, k, writable, a.k_descale)
     _write_rows(a.v, index, new.v, writable, a.v_descale)
@@ -498,15 +494,13 @@ class _Sequences:
         longest = min(storage.max_length, a.max_seqlen_k)
         if a.batch > 0 and is_readable(length):  # a cache may have room for many more
             longest = min(longest, int(length.max()))
-        return cls(
-            storage.total,
-            longest,
-            length,
-            first,
-            storage.seqlen,
-            storage.block_table,
-            contiguous,
-            contiguous and a.seqused_k is None,
+        return replace(
+            storage,
+            max_length=longest,
+            length=length,
+            first=first,
+            contiguous=contiguous,
+            whole=contiguous and a.seqused_k is None,
         )
 
     @classmethod
@@ -597,14 +591,12 @@ class _RowBuffer:
         row_shape: tuple[int, ...],
         dtype: torch.dtype,
         fill: float,
-        device: torch.device,
         in_place: bool = True,
     ) -> None:
         self._sequences = sequences
         self._in_place = in_place
-        self._buffer = torch.full(
-            (sequences.total + 1, *row_shape), fill, dtype=dtype, device=device
-        )
+        shape, device = (sequences.total + 1, *row_shape), sequences.length.device
+        self._buffer = torch.full(shape, fill, dtype=dtype, device=device)
 
     @property
     def rows(self) -> Tensor:
@@ -679,9 +671,8 @@ def _scores(
     i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
     j = torch.arange(cols.start, cols.stop, device=q.device)
     seqlen_q, seqlen_k = queries.length[:, None, None], keys.length[:, None, None]
-    distance = j - (
-        i + seqlen_k - seqlen_q
-    )  # (batch, m, n): 0 on the diagonal that ends bottom right
+    # (batch, m, n): 0 on the diagonal that ends bottom right
+    distance = j - (i + seqlen_k - seqlen_q)
     if a.alibi_slopes is not None:
         slopes = a.alibi_slopes.expand(a.batch, a.nheads)[:, :, None, None].to(scores.dtype)
         apart = distance if a.place is None else j + a.place.column - (i + a.place.row)

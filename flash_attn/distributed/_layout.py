@@ -195,8 +195,12 @@ def shard(x: Tensor, dim: int = 1, group: Group = None, order: Order = "zigzag")
         Naming the argument, what was given and what is accepted.
     """
     grid, dim = grid_of(group), _dimension(x, dim)
-    chunks = Layout(x.shape[dim], *grid.sizes, order).chunks(*grid.ranks)
-    parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
+    return _own_part(x, dim, grid, Layout(x.shape[dim], *grid.sizes, order))
+
+
+def _own_part(x: Tensor, dim: int, grid: Grid, layout: Layout) -> Tensor:
+    """This rank's tokens of the whole."""
+    parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in layout.chunks(*grid.ranks)]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
 
@@ -253,10 +257,7 @@ class _Unshard(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         whole = _summed(gradients[0].clone(memory_format=torch.contiguous_format), ctx.grid)
-        chunks = ctx.layout.chunks(*ctx.grid.ranks)
-        parts = [whole.narrow(ctx.dim, chunk.start, len(chunk)) for chunk in chunks]
-        x = torch.cat(parts, ctx.dim) if parts else whole.narrow(ctx.dim, 0, 0)
-        return x, None, None, None
+        return _own_part(whole, ctx.dim, ctx.grid, ctx.layout), None, None, None
 
 
 def _summed(x: Tensor, grid: Grid) -> Tensor:

@@ -243,20 +243,30 @@ def _kind(
     if error is not None:
         raise error
     _agreement.check(descriptions)
-    place, column = grid.ranks
-    drops = dropout_threshold(options.dropout_p) > 0
-    mask = Mask(options.window_left, options.window_right, bounds, tensors[3] is not None, drops)
-    division = None
-    if grid.heads is not None:
-        row = layout.lengths()[place * grid.sizes[1] :][: grid.sizes[1]]
-        nheads, nheads_kv = (x.shape[-2] for x in tensors[:2])
-        division = Division(column, tuple(row), nheads, nheads_kv)
-    kind = _Kind(Plan(layout, mask, place), options, division)
-    kind.plan.copy_lengths(tensors[0].device)
-    known[key] = kind
+    kind = known[key] = _new_kind(grid, layout, tensors, options, bounds)
     if len(known) > _MOST_KINDS:
         known.popitem(last=False)
     return kind
+
+
+def _new_kind(
+    grid: Grid,
+    layout: Layout,
+    tensors: Sequence[Any],
+    options: Options,
+    bounds: tuple[int, ...] | None,
+) -> _Kind:
+    q, k, _, slopes, _ = tensors
+    place, column = grid.ranks
+    drops = dropout_threshold(options.dropout_p) > 0
+    mask = Mask(options.window_left, options.window_right, bounds, slopes is not None, drops)
+    plan = Plan(layout, mask, place)
+    plan.copy_lengths(q.device)
+    division = None
+    if grid.heads is not None:
+        row = layout.lengths()[place * grid.sizes[1] :][: grid.sizes[1]]
+        division = Division(column, tuple(row), q.shape[-2], k.shape[-2])
+    return _Kind(plan, options, division)
 
 
 def _options(

@@ -69,16 +69,8 @@ def apply_rotary_emb(
     ----------
     Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.
     """
-    return apply_rotary(
-        x,
-        cos,
-        sin,
-        seqlen_offsets,
-        cu_seqlens,
-        max_seqlen,
-        interleaved=interleaved,
-        inplace=inplace,
-    )
+    where = seqlen_offsets, cu_seqlens, max_seqlen
+    return apply_rotary(x, cos, sin, *where, interleaved=interleaved, inplace=inplace)
 
 
 apply_rotary_emb_func = apply_rotary_emb

@@ -1,7 +1,7 @@
 // What the plan of the Hopper backward (sm90/backward_plan.cpp) has idle warps do on an H200: of
 // each shape at a head dim, with the workers that there are, it prints the fields of IdleWork,
-// whether steps have 80 queries, whether thread blocks take whole heads, and of each block of keys the parts of its tile, if tiles
-// have unequally many. Sequences are packed if they have a total.
+// whether steps have 80 queries, whether thread blocks take whole heads, and of each block of keys
+// the parts of its tile, if tiles have unequally many. Sequences are packed if they have a total.
 #include "sm90/backward_plan.cpp"
 
 #include <cstdio>

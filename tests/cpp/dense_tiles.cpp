@@ -2,13 +2,14 @@
 // tile once, longest tiles of a section first, and divided tiles have places of their own. The same
 // of tiles with unequally many parts (sm90/unequal_tiles.h).
 #include "sm90/dense_tiles.h"
-#include "sm90/unequal_tiles.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <set>
 #include <tuple>
+
+#include "sm90/unequal_tiles.h"
 
 using namespace flash;
 using namespace flash::sm90;

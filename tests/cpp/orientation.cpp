@@ -84,7 +84,7 @@ void check_tile(const Case& c, int query_begin, int key_begin, int lane) {
     return kRows == Rows::kQueries ? Place{query_begin + row, key_begin + col}
                                    : Place{query_begin + col, key_begin + row};
   };
-  const Place first = first_place<kRows>(lane);
+  const Place first = place_of<kRows>(lane / 4, lane % 4 * 2);  // of the lane's scores
   const int query = query_begin + first.query, key = key_begin + first.key;
   const auto apply_mask_to = [&](Fragment& scores) {
     const bool rows_are_queries = kRows == Rows::kQueries;

@@ -1,7 +1,7 @@
 // The order of key blocks in the Ampere-class backward and their parts (sm80/backward_plan.h,
-// sm80/key_block.h), on a GPU of 132 SMs: of each shape it reads and prints the parts of each block,
-// of a head. Thread blocks name each part of each key block once, those of the first keys first, and
-// parts have places of their own; else it says what is wrong.
+// sm80/key_block.h), on a GPU of 132 SMs: of each shape it reads and prints the parts of each
+// block, of a head. Thread blocks name each part of each key block once, those of the first keys
+// first, and parts have places of their own; else it says what is wrong.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
