@@ -6,6 +6,8 @@ through the environment of ninja. So build/ can be carried to another machine wi
 and nothing is compiled twice.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.util
 import json
@@ -173,15 +175,16 @@ def long_description(url: str) -> str:
             return "" if image else text
         return f"{image}[{text}]({url}/{'raw' if image else 'blob'}/main/{target})"
 
-    readme = (ROOT / "README.md").read_text()
+    url, readme = url.rstrip("/"), (ROOT / "README.md").read_text()
     return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", absolute, readme)
 
 
 def project_urls(url: str) -> dict[str, str]:
+    url = url.rstrip("/")
     if not url:
         return {}
     pages = {
-        "Documentation": "blob/main/docs/architecture.md",
+        "Documentation": "blob/main/docs/index.md",
         "Changelog": "blob/main/CHANGELOG.md",
         "Issues": "issues",
     }
@@ -202,13 +205,14 @@ def selected_architectures(environ: Mapping[str, str]) -> list[str]:
     names = environ.get("FLASH_ATTN_CUDA_ARCHS", "")
     if not names:
         return DEFAULT_ARCHITECTURES
-    unknown = [arch for arch in names.split(";") if arch not in ARCHITECTURES]
+    found = [arch.strip() for arch in names.split(";") if arch.strip()]
+    unknown = [arch for arch in found if arch not in ARCHITECTURES]
     if unknown:
         raise BuildError(
             f"FLASH_ATTN_CUDA_ARCHS={names!r}: unknown {unknown}; "
             f"accepted are {', '.join(ARCHITECTURES)}, separated by semicolons"
         )
-    return names.split(";")
+    return found or DEFAULT_ARCHITECTURES
 
 
 def selected_kernels(environ: Mapping[str, str]) -> list[Kernel]:
@@ -271,6 +275,8 @@ def choose_nvcc(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     nvcc, missing = find_nvcc(environ), "no nvcc in CUDA_HOME or PATH"
     if sys.platform != "linux":
         nvcc, missing = None, f"the kernels need Linux, and this is {sys.platform}"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        nvcc, missing = None, "the kernels need a Python with a global interpreter lock"
     if required and nvcc is None:
         raise BuildError(
             f"FLASH_ATTN_REQUIRE_CUDA=1, but {missing}: set CUDA_HOME to a CUDA toolkit"
@@ -305,13 +311,13 @@ def read_toolkit(nvcc: Path) -> CudaToolkit:
 def find_ninja() -> str:
     """The ninja of the Python package, which an isolated build has, else the system's."""
     try:
-        import ninja
-    except ImportError:
+        from ninja import BIN_DIR
+    except ImportError:  # no such package, or another one of that name
         found = shutil.which("ninja")
         if found is None:
             raise BuildError("ninja was not found: pip install ninja") from None
         return found
-    return os.path.join(ninja.BIN_DIR, "ninja")
+    return os.path.join(BIN_DIR, "ninja")
 
 
 # --- Generated sources ----------------------------------------------------------------------------
@@ -375,8 +381,9 @@ inline const Kernel* const kKernels[] = {{
 # The glibc of manylinux_2_28. The compiler's C++ library is newer than that platform's: it is
 # linked statically.
 PORTABLE_LINK = (
-    "$$PYTHON -m ziglang cc -target x86_64-linux-gnu.2.28 -shared -s $in $$CUDART $$LIBSTDCXX "
-    f"$$LIBGCC $$LIBGCC_S -Wl,--version-script={GENERATED}/exports.map -lm -lpthread -ldl -lrt"
+    '"$$PYTHON" -m ziglang cc -target x86_64-linux-gnu.2.28 -shared -s $in "$$CUDART" '
+    f'"$$LIBSTDCXX" "$$LIBGCC" "$$LIBGCC_S" -Wl,--version-script={GENERATED}/exports.map '
+    "-lm -lpthread -ldl -lrt"
 )
 LINK = "nvcc -shared -cudart static -nodlink -Xlinker --exclude-libs=ALL $in"
 
@@ -447,6 +454,11 @@ def write_if_changed(path: Path, text: str) -> Path:
     return path
 
 
+def is_product(folder: Path) -> bool:
+    """Whether a folder is a build's own, and may be removed."""
+    return folder.resolve().is_relative_to(ROOT / BUILD)
+
+
 def settle_times(inputs: Iterable[Path], record: Path) -> None:
     """Make modification times follow content, since ninja compares times alone.
 
@@ -461,9 +473,12 @@ def settle_times(inputs: Iterable[Path], record: Path) -> None:
         if str(path) in known:
             old_digest, old_time = known[str(path)]
             mtime = old_time if digest == old_digest else time.time_ns()
-            os.utime(path, ns=(mtime, mtime))
+            if mtime != path.stat().st_mtime_ns:  # only the owner may
+                os.utime(path, ns=(mtime, mtime))
         seen[str(path)] = (digest, path.stat().st_mtime_ns)
-    record.write_text(json.dumps({**known, **seen}, indent=1))
+    whole = record.with_suffix(".new")  # a build that is killed leaves no half of a record
+    whole.write_text(json.dumps({**known, **seen}, indent=1))
+    whole.replace(record)
 
 
 def portable_tools(toolkit: CudaToolkit) -> dict[str, str]:

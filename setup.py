@@ -24,7 +24,7 @@ class BuildPython(build_py):
     def run(self) -> None:
         explain_missing_extension()
         # setuptools packs the whole folder, with whatever an earlier build left in it.
-        if not self.editable_mode:
+        if not self.editable_mode and build_support.is_product(Path(self.build_lib)):
             shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 

@@ -127,6 +127,34 @@ def test_cuda_can_be_skipped_or_required(build_support: ModuleType, tmp_path: Pa
         chosen(here, require="yes")
 
 
+def test_kernels_need_a_global_interpreter_lock(
+    build_support: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path, "12.5")
+    free = {"Py_GIL_DISABLED": 1}
+    monkeypatch.setattr(build_support.sysconfig, "get_config_var", free.get)
+    why = "the kernels need a Python with a global interpreter lock"
+    assert build_support.choose_nvcc({"CUDA_HOME": str(tmp_path)}) == (None, why)
+
+
+def test_another_package_called_ninja(
+    build_support: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ninja", ModuleType("ninja"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build_support.BuildError, match="ninja was not found"):
+        build_support.find_ninja()
+    (tmp_path / "ninja").touch(mode=0o755)
+    assert build_support.find_ninja() == str(tmp_path / "ninja")
+
+
+def test_what_a_build_may_remove(build_support: ModuleType, tmp_path: Path) -> None:
+    root = build_support.ROOT
+    assert build_support.is_product(root / "build" / "lib")
+    for kept in (root, root / "flash_attn", root / "build" / "..", tmp_path):
+        assert not build_support.is_product(kept)
+
+
 def test_kernels_are_for_linux(
     build_support: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +199,8 @@ def test_slow_kernels_are_compiled_first(build_support: ModuleType) -> None:
 
 
 def test_compiler_targets(build_support: ModuleType) -> None:
-    archs = build_support.selected_architectures({"FLASH_ATTN_CUDA_ARCHS": "120;90a"})
+    archs = build_support.selected_architectures({"FLASH_ATTN_CUDA_ARCHS": "120; 90a;"})
+    assert archs == ["120", "90a"]
     assert build_support.compiler_targets("sm90", archs) == "-gencode=arch=compute_90a,code=sm_90a"
     assert build_support.compiler_targets("sm80", archs) == (
         "-gencode=arch=compute_120,code=sm_120 -gencode=arch=compute_80,code=compute_80"

@@ -74,8 +74,8 @@ def _warn_of_missing_kernels() -> None:
     warnings.warn(
         "flash_attn was installed without CUDA kernels: CUDA tensors run on the tiled backend, in "
         "PyTorch operations, which is slow. Install it again where nvcc is found (PATH or "
-        "CUDA_HOME), with FLASH_ATTN_REQUIRE_CUDA=1 to see an error if it is not; or silence this "
-        "with use_backend('tiled').",
+        "CUDA_HOME), by pip with --no-cache-dir, and with FLASH_ATTN_REQUIRE_CUDA=1 to see an "
+        "error if it is not; or silence this with use_backend('tiled').",
         UserWarning,
         stacklevel=2,
     )
