@@ -314,7 +314,7 @@ def varlen(
     """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages."""
     q, k, v, sizes = check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
     _check_index("cu_seqlens_q", cu_seqlens_q, q)
-    if cu_seqlens_q.shape[0] < 1:
+    if _is_below_zero(cu_seqlens_q.shape[0] - 1):
         raise ValueError("cu_seqlens_q must have shape (batch + 1,), got shape (0,)")
     batch = cu_seqlens_q.shape[0] - 1
     _check_index("cu_seqlens_k", cu_seqlens_k, q, (batch + 1,), "(batch + 1,)")
@@ -447,7 +447,7 @@ def with_kvcache(
         q_descale=q_descale,
     )
     _check_fp8(problem, names)
-    if q.is_cpu:
+    if is_readable(q):
         _check_values_of_cache(problem, seqlen_new)
     return problem, append
 
@@ -836,7 +836,7 @@ def _cache_seqlens(
     if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
         _check_index("cache_seqlens", cache_seqlens, q, (batch,), "(batch,)")
         used = cache_seqlens
-        known = int(used.max()) if batch > 0 and is_readable(used) else None
+        known = int(used.max()) if is_readable(used) and batch > 0 else None
     else:
         known = integer("cache_seqlens", cache_seqlens)
         length = max(-1, min(known, capacity + 1))  # more is an error below
@@ -1004,7 +1004,8 @@ def _check_options(
             raise ValueError(f"{name} must be at least 0 and at most {_MOST}, got {number}")
     if 0 < softcap < _LEAST_SOFTCAP:
         raise ValueError(f"softcap must be 0 or at least {_LEAST_SOFTCAP}, got {softcap}")
-    left, right = (max(-1, min(size, MOST_LENGTH)) for size in (left, right))
+    if type(left) is type(right) is int:  # a symbolic one may have no bounds yet
+        left, right = (max(-1, min(size, MOST_LENGTH)) for size in (left, right))
     return Options(
         scale,
         left,

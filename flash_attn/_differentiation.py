@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,23 @@ class _WithoutDerivative(torch.autograd.Function):
             "this function of flash_attn is differentiable once: use PyTorch's of the same meaning "
             "for derivatives of its gradients"
         )
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Arithmetic in the dtypes that it is written in."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+class _Unpacked:
+    """A Function's context whose saved tensors are read once, as a checkpoint wants it."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.context, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.context, name)
 
 
 NO_BATCHES = (
@@ -46,6 +64,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             raise NotImplementedError(NO_BATCHES)
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
+        ctx = _Unpacked(ctx)
         with torch.no_grad():
             results = backward(ctx, *gradients)
         tensors = (*gradients, *ctx.saved_tensors)

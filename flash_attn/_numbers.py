@@ -5,7 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+
+
+def has_tangent(x: Any) -> bool:
+    """Whether forward-mode differentiation runs through it."""
+    if forward_ad._current_level < 0 or not isinstance(x, Tensor):
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def integer(name: str, value: Any) -> int:
@@ -28,6 +36,8 @@ def real(name: str, value: Any) -> float:
         raise ValueError(
             f"{name} has no gradient, got a tensor that requires one: pass {name}.detach()"
         )
+    if has_tangent(value):
+        raise NotImplementedError(f"{name} has no derivative in forward mode: pass a number")
     several = isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex())
     if hasattr(value, "__float__") and not several:
         try:

@@ -24,7 +24,7 @@ from flash_attn import _arguments, _backends, _numbers
 from flash_attn._arguments import FP8, Attention
 from flash_attn._backends import Remember, cuda, tiled
 from flash_attn._backends.philox import draw_rng_state
-from flash_attn._differentiation import NO_BATCHES, is_batch
+from flash_attn._differentiation import NO_BATCHES, is_batch, without_autocast
 
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 
@@ -375,7 +375,7 @@ def _run_backward(
     )
     _arguments.check_backward(problem, dout, out, lse, (dq, dk, dv), rng_state, dlse)
     if _arguments.has_no_data(problem.q):
-        return dq, dk, dv, torch.empty_like(lse)
+        return dq, dk, dv, torch.empty_like(lse, memory_format=torch.contiguous_format)
     delta = _backends.backward(problem, dout, out, lse, dlse, dq, dk, dv, rng_state, remember)
     return dq, dk, dv, delta
 
@@ -443,7 +443,6 @@ def _operator(
         for x in ("dropout_p", "softmax_scale", "return_softmax", "rng_state")
     )
     i_lengths = names.index("cache_seqlens") if "cache_seqlens" in names else None
-    i_new = names.index("k") if mutates else 0
 
     def values_of(given: int, kwargs: dict[str, Any]) -> list[Any]:
         """The parameters after the first, given ones. (inspect's own binding takes 20 us more.)"""
@@ -492,9 +491,19 @@ def _operator(
         no_gradient = f"{name} has no forward mode in its kernels and in torch.compile; {_OTHERS}"
     elif not mutates:
         definition.register_autograd(backward, setup_context=setup_context)
+    else:  # another operator where nothing is appended, which writes to nothing
+        reading = torch.library.custom_op(f"flash_attn::{name}_read", dispatched, mutates_args=())
+        reading.register_fake(registered)
+        reading.register_autograd(backward, setup_context=setup_context)
+        read_op = getattr(torch.ops.flash_attn, f"{name}_read")
+        i_new = taken(names).index("k")
+
+    def seen(operands: Sequence[Any]) -> Any:
+        """The operator, for what must see it."""
+        return (read_op if mutates and operands[i_new] is None else op)(*operands)
 
     def run(*operands: Any) -> Any:
-        return op(*operands) if _is_watched(operands) else plain_of(operands)
+        return seen(operands) if _is_watched(operands) else plain_of(operands)
 
     function = _autograd_function(name, run, setup_context, backward, no_gradient)
     # Of its own, apply looks for functorch transforms, which `routed` has done: 2.5 us.
@@ -529,9 +538,9 @@ def _operator(
             output = transformed(args, operands)
         else:
             # Here, since a Function's forward has no grad mode.
-            for parameter in mutates if mutates and args[i_new] is not None else ():
+            for parameter in mutates if mutates and operands[i_new] is not None else ():
                 _arguments.check_no_leaf(parameter, args[names.index(parameter)])
-            output = op(*operands) if watched else apply(*operands)
+            output = seen(operands) if watched else apply(*operands)
         written: list[Any] = list(output)
         for i, destination in enumerate(given):
             if destination is not None:
@@ -657,9 +666,7 @@ _refuse_transforms.register_fake(_refuse_transforms._init_fn)
 
 def _has_tangent(given: Sequence[Any]) -> bool:
     """Whether forward-mode differentiation runs through one of them."""
-    return forward_ad._current_level >= 0 and any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in given
-    )
+    return forward_ad._current_level >= 0 and any(map(_numbers.has_tangent, given))
 
 
 def _refuse_gradient_in_fp8(args: Sequence[Any]) -> None:
@@ -672,8 +679,8 @@ def _refuse_gradient_in_fp8(args: Sequence[Any]) -> None:
 
 
 def _carry_scale(q: Tensor, scale: Any) -> tuple[Tensor, Any]:
-    """q, through which a softmax_scale that requires a gradient gets it, and the scale without."""
-    if not isinstance(scale, Tensor) or not (scale.requires_grad and torch.is_grad_enabled()):
+    """q, through which a softmax_scale has its derivative, if one is wanted; the scale without."""
+    if not wants_gradient((scale,)) and not _has_tangent((scale,)):
         return q, scale
     if scale.numel() != 1 or scale == 0:
         raise ValueError(
@@ -682,6 +689,8 @@ def _carry_scale(q: Tensor, scale: Any) -> tuple[Tensor, Any]:
         )
     scale = scale.reshape(())
     value = scale.detach()
+    if forward_ad._current_level >= 0:
+        value = forward_ad.unpack_dual(value).primal
     return (q.to(torch.promote_types(q.dtype, torch.float32)) * (scale / value)).to(q.dtype), value
 
 
@@ -874,6 +883,7 @@ def _eager_function(
             return None, *qkv, *nothing[:i_sinks], s_aux, *nothing[i_sinks:]
 
     Eager.__name__ = name
+    vars(Eager)["_backward_cls"].__name__ = f"{name}Backward"  # of the graph's node
     apply: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
 
     def apply_eager(arguments: tuple[Any, ...]) -> Any:
@@ -903,7 +913,7 @@ def _recorded_gradients(
     ]
     if not outputs:
         return {name: torch.zeros_like(x) for name, x in leaves.items()}
-    with torch.autocast(outputs[0][0].device.type, enabled=False):
+    with without_autocast(outputs[0][0].device.type):
         gradients = torch.autograd.grad(
             [x for x, _ in outputs],
             list(leaves.values()),

@@ -291,7 +291,7 @@ def check_arguments(
     if isinstance(seqlen_offsets, Tensor):
         if seqlen_offsets.ndim == 0:
             seqlen_offsets = seqlen_offsets.expand(batch)
-        _check_indices("seqlen_offsets", seqlen_offsets, x, f"(batch,) = ({batch},)", batch)
+        _check_indices("seqlen_offsets", seqlen_offsets, x, "(batch,)", batch)
     first = 0 if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
     _check_positions(first, 0 if isinstance(longest, Tensor) else longest, cos)
     if not torch.compiler.is_compiling():
@@ -344,4 +344,6 @@ def _check_indices(
         raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     wrong_length = tensor.numel() == 0 if length is None else tensor.numel() != length
     if tensor.ndim != 1 or wrong_length:
+        # Not given as text: a compiler would read the size for it, and compile for each anew.
+        expected += "" if length is None else f" = ({length},)"
         raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")

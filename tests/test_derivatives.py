@@ -400,6 +400,48 @@ def test_gradient_of_the_scale(device):
         flash_attn_func(q, k, v, softmax_scale=torch.zeros((), requires_grad=True))
 
 
+def test_tangent_of_a_number(device):
+    """That of the scale, alone and beside q's; others have none, and say so."""
+    dtype = torch.float64 if default_dtype() == torch.float32 else default_dtype()
+    q, k, v = (randn(*SHAPE, dtype=dtype, device=device) for _ in range(3))
+    scale = torch.tensor(0.3, dtype=torch.float64, device=device)
+    one = torch.ones_like(scale)
+
+    def attend(scale: Tensor, q: Tensor = q) -> Tensor:
+        return flash_attn_func(q, k, v, softmax_scale=scale)
+
+    def defined(scale: Tensor, q: Tensor = q) -> Tensor:
+        scores = scale * torch.einsum("bihd,bjhd->bhij", q, k)
+        return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+    if kernels_run(q):
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            func.jvp(attend, (scale,), (one,))
+    else:
+        for primals, tangents in (((scale,), (one,)), ((scale, q), (one, torch.randn_like(q)))):
+            found, expected = (func.jvp(f, primals, tangents)[1] for f in (attend, defined))
+            torch.testing.assert_close(found, expected)
+        _, expected = func.jvp(defined, (scale,), (one,))
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(attend(forward_ad.make_dual(scale, one))).tangent
+            torch.testing.assert_close(found, expected)
+    for name in ("softcap", "dropout_p"):
+        with pytest.raises(NotImplementedError, match=f"{name} has no derivative in forward mode"):
+            func.jvp(lambda x, name=name: flash_attn_func(q, k, v, **{name: x}), (scale,), (one,))
+
+
+def test_transforms_of_meta_tensors():
+    q = torch.empty(2, 5, 4, 16, device="meta", requires_grad=True)
+    assert func.vmap(flash_attn_func)(q[None], q[None], q[None]).shape == (1, *q.shape)
+    (dq,) = torch.autograd.grad(flash_attn_func(q, q, q).sum(), q, create_graph=True)
+    assert dq.shape == q.shape and dq.is_meta
+
+
+def test_name_of_the_node(device):
+    q = randn(*SHAPE, dtype=default_dtype(), device=device).requires_grad_()
+    assert "dense_forward" in flash_attn_func(q, q, q).grad_fn.name()
+
+
 def test_gradient_of_the_scale_is_no_sum_of_16_bits(device):
     q, k, v = (randn(*SHAPE, dtype=torch.bfloat16, device=device) for _ in range(3))
     scale = torch.tensor(0.3, device=device, requires_grad=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import since_torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flash_attn import _rowwise
 from flash_attn.ops import layer_norm, rms_norm
@@ -428,3 +429,12 @@ def test_derivatives_of_higher_order_are_refused() -> None:
     assert not dx.requires_grad
     with pytest.raises(NotImplementedError, match="gradients have no batches"):
         torch.autograd.grad(y, x, torch.randn(3, 2, 4), is_grads_batched=True)
+
+
+def test_graph_of_gradients_within_a_checkpoint():
+    """Which gives what was saved once."""
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    y = checkpoint(rms_norm_fn, x, weight, None, use_reentrant=False)
+    found = torch.autograd.grad(y.sum(), (x, weight), create_graph=True)
+    expected = torch.autograd.grad(rms_norm_fn(x, weight, None).sum(), (x, weight))
+    torch.testing.assert_close(found, expected)

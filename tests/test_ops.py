@@ -11,9 +11,11 @@ import torch
 from helpers import OPTIONS, call, dense, int32, layout_of, randn, run, since_torch, varlen
 from oracle import Attention
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn
+from flash_attn.layers.rotary import apply_rotary_emb
 
 OPS = torch.ops.flash_attn
 
@@ -182,6 +184,41 @@ def test_compile_kvcache(device, compiler):
         assert torch.equal(eager, compiled) and not torch.equal(eager, k_cache)
 
 
+def test_compile_of_a_cache_that_is_read(device, compiler):
+    """Where nothing is appended, nothing counts as written to."""
+    q, k_cache, v_cache, *_ = kvcache_arguments(device)
+
+    def step(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=5)
+
+    shared = [x[:1].expand(len(q), -1, -1, -1) for x in (k_cache, v_cache)]
+    torch.testing.assert_close(compiler(step)(q, *shared), step(q, *shared))
+    weight = torch.randn_like(k_cache).requires_grad_()
+    loss = (weight * k_cache).sum()
+    with torch.no_grad():
+        compiler(step)(q, k_cache, v_cache)
+    loss.backward()
+    torch.testing.assert_close(weight.grad, k_cache)
+
+
+@since_torch(2, 8, "guards of sizes that nobody knows")
+def test_compilations_of_a_growing_batch():
+    """One for the first size and one for all others."""
+    cos = torch.randn(99, 8)
+
+    def decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        q = apply_rotary_emb(q, cos, cos, seqlen_offsets=lengths)
+        return flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    step = torch.compile(decode, backend=counter)
+    for batch in range(2, 7):
+        caches = torch.randn(2, batch, 32, 2, 16).unbind()
+        step(torch.randn(batch, 1, 4, 16), *caches, torch.full((batch,), 3, dtype=torch.int32))
+    assert counter.frame_count == 2
+
+
 def test_compile_with_out(device, compiler):
     q, k_cache, v_cache, k, v, cos, sin, lengths, *_ = kvcache_arguments(device)
 
@@ -253,6 +290,36 @@ def test_compile_where_lengths_are_data(device):
             out = variant(*leaves, bounds)
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*results)
+
+
+@since_torch(2, 13, "sizes that nobody knows")
+def test_compile_where_sizes_and_numbers_are_data():
+    torch._dynamo.reset()
+    q, bounds = torch.randn(20, 4, 16), torch.tensor([0, 5, 20], dtype=torch.int32)
+    cache, active = torch.randn(4, 32, 2, 16), torch.tensor([1, 0, 1, 1])
+
+    def packed(q: Tensor, bounds: Tensor, left: Tensor) -> Tensor:
+        window = (left.item(), 0)
+        return flash_attn.flash_attn_varlen_func(
+            q, q, q, bounds, bounds, 20, 20, window_size=window
+        )
+
+    def some(q: Tensor, cache: Tensor, active: Tensor) -> Tensor:
+        rows = active.nonzero().flatten().int()
+        return flash_attn.flash_attn_with_kvcache(
+            q[rows], cache, cache, cache_seqlens=rows * 0 + 3, cache_batch_idx=rows
+        )
+
+    given = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    unbacked = bounds.clone()
+    torch._dynamo.decorators.mark_unbacked(unbacked, 0)
+    with torch._dynamo.config.patch(**given):
+        for function, args, plain in (
+            (packed, (q, unbacked, torch.tensor(3)), (q, bounds, torch.tensor(3))),
+            (some, (q[:4, None], cache, active), (q[:4, None], cache, active)),
+        ):
+            compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(compiled(*args), function(*plain))
 
 
 @pytest.mark.parametrize("options", ["plain", "window-causal", "sinks"])

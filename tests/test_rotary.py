@@ -3,12 +3,15 @@
 import cmath
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from helpers import since_torch
-from torch import Tensor
+from torch import Tensor, func
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flash_attn.layers.rotary import (
     ApplyRotaryEmb,
@@ -661,6 +664,57 @@ def test_subclass_with_other_angles() -> None:
     slower.bfloat16()._update_cos_sin_cache(300)
     angles = torch.outer(torch.arange(300.0), plain.inv_freq / 4)
     torch.testing.assert_close(slower._cos_cached, angles.cos().bfloat16())
+
+
+def rotated_by(rotary: Callable, seqlen: int = 5) -> Tensor:
+    return rotary(torch.linspace(-1, 1, seqlen * 48).view(1, seqlen, 3, 2, 8))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tables_of_a_trace_are_not_kept() -> None:
+    """Nor those of a transform: calls after it have their own."""
+    expected, sizes = rotated_by(RotaryEmbedding(8)), torch.ones(2, 1, 5, 3, 2, 8)
+    for seen in (
+        lambda m: make_fx(m, tracing_mode="fake", _allow_non_fake_inputs=True)(sizes[0]),
+        lambda m: func.vmap(lambda x: m(x.clone()))(sizes),
+        lambda m: func.hessian(lambda x: m(x * torch.ones(1, 2, 3, 1, 8)).sum())(torch.ones(())),
+        lambda m: torch.jit.trace(m, (sizes[0],), check_trace=False),
+    ):
+        rotary = RotaryEmbedding(8)
+        for _ in range(2):
+            seen(rotary)
+            torch.testing.assert_close(rotated_by(rotary), expected)
+
+
+@since_torch(2, 6, "is_exporting")
+def test_export_of_a_module_that_has_run() -> None:
+    rotary = RotaryEmbedding(8)
+    rotated_by(rotary)
+    shapes = ({1: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(rotary, (torch.ones(1, 5, 3, 2, 8),), dynamic_shapes=shapes)
+    torch.testing.assert_close(rotated_by(program.module(), 9), rotated_by(rotary, 9))
+
+
+def test_threads_share_a_module() -> None:
+    """Tables of one length belong together."""
+    for _ in range(20):
+        rotary = RotaryEmbedding(8)
+        with ThreadPoolExecutor(6) as pool:
+            for length, x in zip(
+                lengths := [(i * 977) % 2000 + 1 for i in range(18)],
+                pool.map(partial(rotated_by, rotary), lengths),
+                strict=True,
+            ):
+                assert x.shape[1] == length
+
+
+def test_compiled_under_autocast() -> None:
+    x, cos = torch.randn(2, 5, 3, 16).bfloat16(), torch.rand(5, 6).bfloat16()
+    torch._dynamo.reset()
+    compiled = torch.compile(apply_rotary_emb, backend="eager")
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(compiled(x, cos, cos), apply_rotary_emb(x, cos, cos))
 
 
 class Interpolated(RotaryEmbedding):

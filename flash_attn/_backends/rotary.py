@@ -23,9 +23,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         Shape and dtype of ``x``. Channels from rotary_dim on are copied unchanged. 16-bit inputs
         are computed in float32 and rounded once.
     """
-    if not torch.compiler.is_compiling() and _is_autocast(x.device.type):
-        with torch.autocast(x.device.type, enabled=False):  # cat takes no other 16-bit type in it
-            return rotate(x, cos, sin, interleaved)
     half = cos.shape[-1]
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.unsqueeze(-2).to(compute_dtype), sin.unsqueeze(-2).to(compute_dtype)
@@ -37,9 +34,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     else:
         a, b = channels[..., :half], channels[..., half:]
         rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
-    return torch.cat((rotated.to(x.dtype), passed_through), dim=-1)
-
-
-def _is_autocast(device_type: str) -> bool:
-    is_available = torch.amp.is_autocast_available(device_type)
-    return is_available and torch.is_autocast_enabled(device_type)
+    if (
+        passed_through.shape[-1] > 0
+    ):  # in this dtype: under autocast, cat takes one 16-bit type alone
+        rotated = torch.cat((rotated, passed_through.to(compute_dtype)), dim=-1)
+    return rotated.to(x.dtype)

@@ -33,6 +33,7 @@ from flash_attn._backends import cpu
 from flash_attn._backends.philox import dropout_keep_mask
 from flash_attn._backends.quantisation import first_scale_blocks, quantised, to_fp8
 from flash_attn._backends.rotary import rotate
+from flash_attn._differentiation import without_autocast
 
 BLOCK = 128  # rows and columns of a tile are multiples of this
 MAX_SCORES = 2**22  # of one tile on a GPU, over all batches and heads: enough work for each launch
@@ -47,7 +48,7 @@ def _plain_arithmetic(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def wrapper(problem: Attention, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), torch.autocast(problem.q.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(problem.q.device.type):
             return function(problem, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
@@ -82,7 +83,7 @@ def differentiable_forward(
     What records keeps every tile, so memory grows with the product of the sequence lengths. The
     signed probabilities have no derivative.
     """
-    with torch.autocast(problem.q.device.type, enabled=False):
+    with without_autocast(problem.q.device.type):
         out, lse = _attend_by_tiles(problem, rng_state, recorded=True)
     if not return_probs:
         return out, lse, None
@@ -239,10 +240,10 @@ def backward(
     """
     a = problem
     if not _goes_by_sequence(a):
-        return _gradients(a, dout, out, lse, dlse, dq, dk, dv, rng_state)
+        return _gradients(a, dout, out, lse, dlse, dq, dk, dv, rng_state).contiguous()
     for gradient in (dq, dk, dv):
         gradient.zero_()
-    delta = torch.zeros_like(lse)
+    delta = torch.zeros_like(lse, memory_format=torch.contiguous_format)
     for one in _each_sequence(a):
         part_delta = _gradients(
             one.problem,

@@ -1,12 +1,15 @@
 """Rotary position embedding for queries and keys, with the XPos extension."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
 
 from flash_attn._backends.rotary import rotate
 from flash_attn._numbers import integer
+from flash_attn._ops import is_seen
 from flash_attn._rotary import apply_rotary, check_arguments, in_place, int_if_known
 
 __all__ = [
@@ -21,6 +24,11 @@ __all__ = [
     "apply_rotary_emb_torch",
     "rotate_half",
 ]
+
+
+_filling = Lock()  # threads may share a module: tables of one length belong together
+# Of newer torch.
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def apply_rotary_emb(
@@ -335,16 +343,21 @@ class RotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """cos and sin of queries, and of keys where they have others, of positions 0 .. seqlen - 1.
 
-        What compiled code computes it does not keep: each length would be compiled anew. A
-        subclass that fills the tables in its own way does so in compiled code too.
+        What a trace, a transform or compiled code computes is not kept: it may be no tensor of
+        numbers, and each length would be compiled anew. Compiled code reads tables that are there,
+        but a program for export should not depend on them. A subclass that fills the tables in its
+        own way does so always.
         """
         like = self.inv_freq.new_empty(0, device=device, dtype=dtype)
         is_ours = type(self)._update_cos_sin_cache is RotaryEmbedding._update_cos_sin_cache
-        if is_ours and torch.compiler.is_compiling() and not self._are_covered(seqlen, like):
-            return self._computed(seqlen, like)
-        self._update_cos_sin_cache(seqlen, device, dtype)
-        assert self._cos_cached is not None and self._sin_cached is not None
-        return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+        compiling = torch.compiler.is_compiling()
+        if is_ours and (is_seen((self.inv_freq,)) or torch._C._get_tracing_state() is not None):
+            if not compiling or _is_exporting() or not self._are_covered(seqlen, like):
+                return self._computed(seqlen, like)
+        with nullcontext() if compiling else _filling:
+            self._update_cos_sin_cache(seqlen, device, dtype)
+            assert self._cos_cached is not None and self._sin_cached is not None
+            return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
 
     def _are_covered(self, seqlen: int, like: Tensor) -> bool:
         cached = self._cos_cached
