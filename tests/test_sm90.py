@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -770,6 +770,15 @@ def test_graphs_on_two_streams_at_once(device):
             assert all(torch.equal(result, out) for result in results)
 
 
+def in_threads(work: Callable[..., None], *arguments: Sequence[Any]) -> None:
+    """Call ``work`` with each of the arguments, in a thread of its own."""
+    threads = [threading.Thread(target=work, args=row) for row in zip(*arguments, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.parametrize("own_streams", [False, True], ids=["one-stream", "own-streams"])
 def test_two_threads_at_once(device, own_streams):
     problems = two_problems(device)
@@ -785,13 +794,7 @@ def test_two_threads_at_once(device, own_streams):
         stream.synchronize()
         wrong.extend(1 for result in results if not torch.equal(result, out))
 
-    threads = [
-        threading.Thread(target=work, args=pair) for pair in zip(problems, expected, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, problems, expected)
     assert not wrong
 
 
@@ -817,13 +820,7 @@ def test_two_threads_and_an_ordered_backward(device):
             results = [function() for _ in range(50)]
             wrong.extend(1 for x in results if not all(map(torch.equal, x, tensors)))
 
-    threads = [
-        threading.Thread(target=work, args=pair) for pair in zip(calls, expected, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, calls, expected)
     assert not wrong and not any(map(torch.any, cuda._kept_zeros.values()))
 
 
