@@ -58,8 +58,8 @@ test-matrix:  ## the tests that need no kernels, on the Python and torch of each
 	for pair in $(MATRIX); do \
 		python=$${pair%%,*}; torch=$${pair#*,}; environment=.venv-matrix/$$python-$$torch; \
 		python$$python -m venv $$environment && \
-		$$environment/bin/pip install --quiet $$torch numpy einops hypothesis packaging pytest && \
-		PYTHONPATH=$(CURDIR) $$environment/bin/python -m pytest -q $(PYTEST_ARGS) || exit 1; \
+		$$environment/bin/pip install --quiet $$torch numpy einops hypothesis pytest && \
+		PYTHONPATH="$(CURDIR)" $$environment/bin/python -m pytest -q $(PYTEST_ARGS) || exit 1; \
 	done
 
 gpu-check:  ## on a GPU machine: build, GPU tests, smoke benchmark; writes benchmarks/results/<gpu>/check.json
@@ -70,7 +70,7 @@ gpu-fresh:  ## is the record of gpu-check of the tree as it stands? one line, an
 	@$(PYTHON) -m benchmarks.gpu_check --fresh
 
 clean:  ## remove build products and caches (.venv stays)
-	rm -rf build dist site docs/api *.egg-info flash_attn/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site docs/api *.egg-info interfaces/build interfaces/*.egg-info flash_attn/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks examples flash_attn tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The package is installed in place (editable) without its kernels; `build` compiles those, once for
