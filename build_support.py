@@ -456,7 +456,7 @@ def write_if_changed(path: Path, text: str) -> Path:
 
 def is_product(folder: Path) -> bool:
     """Whether a folder is a build's own, and may be removed."""
-    return folder.resolve().is_relative_to(ROOT / BUILD)
+    return folder.resolve().is_relative_to((ROOT / BUILD).resolve())
 
 
 def settle_times(inputs: Iterable[Path], record: Path) -> None:

@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "host/cuda_check.h"
 #include "host/driver.h"
@@ -51,11 +53,13 @@ int max_shared_memory(int device) {
 }
 
 // Held while a call launches: a kernel that draws tickets before the kernels in front of it have
-// ended (TileScheduler::begin) knows those of its own call alone. One for some streams each, as a
-// launch to a stream that is full waits.
-std::mutex& launching(cudaStream_t stream) {
-  static std::array<std::mutex, 61> of_streams;
-  return of_streams[reinterpret_cast<uintptr_t>(stream) / 16 % of_streams.size()];
+// ended (TileScheduler::begin) knows those of its own call alone. Streams share none, as a launch
+// to a stream that is full waits. None is destroyed: a thread may launch while the process exits.
+std::mutex& launching(int device, cudaStream_t stream) {
+  static std::mutex finding;
+  static auto& of_streams = *new std::map<std::pair<int, cudaStream_t>, std::mutex>;
+  const std::lock_guard<std::mutex> lock(finding);
+  return of_streams[{device, stream}];
 }
 
 template <typename Range>
@@ -757,7 +761,7 @@ Call::Call(const Kernel& kernel, const Tensors& tensors, const Numbers& numbers)
 }
 
 void Call::launch(void* const* addresses, cudaStream_t stream) const {
-  const std::lock_guard<std::mutex> lock(launching(stream));
+  const std::lock_guard<std::mutex> lock(launching(device_, stream));
   launch_(*this, addresses, stream);
 }
 

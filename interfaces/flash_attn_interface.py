@@ -4,7 +4,8 @@ Names, order and defaults of the arguments, and the results, are FlashAttention-
 errors are those of ``flash_attn``'s functions of the same names. Beyond FlashAttention-3 there are
 attention sinks (``s_aux``, keyword-only), every device and dtype of ``flash_attn``, and derivatives
 of softmax_lse. Not there, and refused with NotImplementedError: ``qv``, ``attention_chunk``,
-``seqused_q``, ``rotary_seqlens``, and ``cu_seqlens_k_new`` with new keys. ``pack_gqa``,
+``seqused_q``, ``rotary_seqlens`` other than ``cache_seqlens`` where something is rotated, and
+``cu_seqlens_k_new`` with new keys. ``pack_gqa``,
 ``sm_margin`` and ``scheduler_metadata`` are accepted and change nothing: ``flash_attn`` schedules
 its kernels itself.
 """
@@ -227,9 +228,11 @@ def _flash_attn_forward(
 
     out and window_size are what older releases call out_, window_size_left and window_size_right.
     """
+    rotates_elsewhere = rotary_cos is not None and seqlens_rotary is not seqused_k
     _refuse(
         qv=qv, cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new, seqused_q=seqused_q,
-        rotary_seqlens=seqlens_rotary, attention_chunk=attention_chunk or None,
+        rotary_seqlens=seqlens_rotary if rotates_elsewhere else None,
+        attention_chunk=attention_chunk or None,
     )
     _numbers.integer("num_splits", num_splits)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
@@ -308,22 +311,31 @@ def _flash_attn_backward(
     is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
     softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0, *,
     causal: bool | None = None, window_size: tuple[int, int] | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write dq, dk and dv in place; return softmax_d, the row sums of dout * out.
 
     causal and window_size are what older releases call is_causal, window_size_left and
-    window_size_right.
+    window_size_right. Those return dq, dk, dv and softmax_d, and so does a call by their names.
     """
-    _refuse(sequed_q=sequed_q, sequed_k=sequed_k)
+    _refuse(sequed_q=sequed_q, sequed_k=sequed_k if cu_seqlens_q is None else None)
     window = _window(window_size, window_size_left, window_size_right)
-    causal = _numbers.flag("is_causal", is_causal) or _numbers.flag("causal", causal)
+    is_older = causal is not None or window_size is not None
+    is_causal = _numbers.flag("is_causal", is_causal)
+    causal = is_causal if causal is None else _numbers.flag("causal", causal)
+    if is_causal and not causal:
+        raise ValueError("is_causal and causal are two names of one argument: give one")
     options = 0.0, softmax_scale, causal, *window, softcap, None, deterministic
+    given = (q, dq), (k, dk), (v, dv)
+    dq, dk, dv = (torch.empty_like(x) if dx is None else dx for x, dx in given)
     tensors = dout, q, k, v, out, softmax_lse, dq, dk, dv
     if cu_seqlens_q is None:
-        return _fa2._flash_attn_backward(*tensors, *options)
-    return _fa2._flash_attn_varlen_backward(
-        *tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options
-    )
+        softmax_d = _fa2._flash_attn_backward(*tensors, *options)
+    else:
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        softmax_d = _fa2._flash_attn_varlen_backward(
+            *tensors, *lengths, *options, seqused_k=sequed_k
+        )
+    return (dq, dk, dv, softmax_d) if is_older else softmax_d
 # fmt: on
 
 

@@ -49,6 +49,7 @@ MODULES = {  # what clients import from each
         "swiglu_bwd",
         "swiglu_fwd",
     ],
+    "utils.generation": ["GenerationMixin", "InferenceParams", "sample"],  # H-Net, Caduceus
 }
 LOSS = (
     "label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, {}inplace_backward=False, "

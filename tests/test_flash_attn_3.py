@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 import inspect
+import operator
 import os
 import sys
 from collections.abc import Iterator
@@ -215,13 +217,61 @@ def test_private_backward(fa3, device, varlen_layout, older):
     dout = torch.randn_like(out)
     grads = {f"d{name}": torch.empty_like(getattr(problem, name)) for name in "qkv"}
     causal = {"causal" if older else "is_causal": True}
-    softmax_d = fa3._flash_attn_backward(
+    result = fa3._flash_attn_backward(
         dout, *inputs, out, lse, **layout, **grads, **window, **causal
     )
+    *returned, softmax_d = result if older else (*grads.values(), result)
+    assert all(map(operator.is_, returned, grads.values()))
     results = grads | {"out": out, "lse": lse}
     assert_matches_oracle(results, problem, dout, torch.zeros_like(lse))
     delta = (dout.double() * out.double()).sum(-1).movedim(-1, -2)
     torch.testing.assert_close(softmax_d.double(), delta, rtol=1e-2, atol=1e-2)
+
+
+def test_private_backward_allocates(fa3):
+    """What is not given, and of lengths of keys too."""
+    q, k = torch.randn(14, 2, 8), torch.randn(20, 2, 8)
+    lengths = int32([0, 6, 14], "cpu"), int32([0, 12, 20], "cpu"), 8, 12
+    used = int32([5, 8], "cpu")
+    leaves = [x.clone().requires_grad_() for x in (q, k, k)]
+    out, lse, *_ = fa3.flash_attn_varlen_func(
+        *leaves, *lengths, seqused_k=used, return_attn_probs=True
+    )
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    layout = dict(zip(names, lengths, strict=True))
+    out, lse = out.detach(), lse.detach()
+    *found, softmax_d = fa3._flash_attn_backward(
+        dout, q, k, k, out, lse, **layout, sequed_k=used, window_size=(-1, -1)
+    )
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    assert softmax_d.shape == lse.shape
+    alone = fa3._flash_attn_backward(dout, q, k, k, out, lse, **layout, sequed_k=used)
+    assert torch.equal(alone, softmax_d)
+    with pytest.raises(NotImplementedError, match="sequed_k"):
+        dense_q = torch.randn(1, 4, 2, 8)
+        fa3._flash_attn_backward(*[dense_q] * 5, lse[None], sequed_k=used)
+    with pytest.raises(ValueError, match="is_causal and causal"):
+        fa3._flash_attn_backward(*[dense_q] * 5, lse[None], is_causal=True, causal=False)
+
+
+def test_lengths_of_rotary(fa3):
+    """Where nothing is rotated they say nothing; where they are the cache's, nothing new."""
+    q, cache = torch.randn(2, 1, 2, 16), torch.randn(2, 9, 2, 16)
+    used = int32([4, 9], "cpu")
+    expected = fa3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used)
+    call = functools.partial(fa3.flash_attn_with_kvcache, q, cache, cache)
+    found = call(cache_seqlens=used, rotary_seqlens=int32([1, 2], "cpu"))
+    assert torch.equal(found, expected)
+    tables = dict(zip(("rotary_cos", "rotary_sin"), torch.randn(2, 12, 8), strict=True))
+    new = {"k": q.clone(), "v": q.clone(), "cache_seqlens": int32([4, 8], "cpu")}
+    expected = call(**new, **tables)
+    found = call(**new, **tables, rotary_seqlens=new["cache_seqlens"])
+    assert torch.equal(found, expected)
+    with pytest.raises(NotImplementedError, match="rotary_seqlens"):
+        call(**new, **tables, rotary_seqlens=used)
 
 
 def test_private_names_given_twice(fa3):
@@ -423,7 +473,9 @@ def test_kvcache_with_packed_queries_compiled(fa3):
         (
             NotImplementedError,
             "rotary_seqlens",
-            lambda m, x: m.flash_attn_with_kvcache(x, x, x, rotary_seqlens=int32([3])),
+            lambda m, x: m.flash_attn_with_kvcache(
+                x, x, x, rotary_cos=x[0, :, 0], rotary_sin=x[0, :, 0], rotary_seqlens=int32([3])
+            ),
         ),
         (
             NotImplementedError,

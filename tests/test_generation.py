@@ -87,6 +87,10 @@ def test_teacher(model):
     found = model.generate(prompt(), 12, teacher_outputs=teacher, vocab_size=VOCABULARY)
     assert torch.equal(found[:, :5], prompt()) and torch.equal(found[:, 5:9], teacher[:, 5:])
     assert torch.equal(found, recomputed(model, found[:, :9], 12)[0])
+    eos = int(teacher[0, 5])  # also behind the end of a sequence
+    stopped = model.generate(prompt(), 9, teacher_outputs=teacher, eos_token_id=eos)
+    assert torch.equal(stopped, found[:, : stopped.shape[1]])
+    assert stopped.shape[1] == 9 or bool((stopped == eos).any(1).all())
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,7 @@ def test_teacher(model):
         ({"top_k": 0, "top_p": 0.3}, {0}),
         ({"top_k": 0, "top_p": 1.0}, {0, 1, 2, 3}),
         ({"top_k": 1, "temperature": 9.0}, {0}),
+        ({"top_k": 1, "temperature": 0.0}, {0}),
         ({"top_k": 0, "temperature": 0.01}, {0}),
     ],
 )
@@ -135,9 +140,18 @@ def test_shared_state():
         ("max_length", lambda m: m.generate(prompt(), 4)),
         ("top_k", lambda m: m.generate(prompt(), 8, top_k=-1)),
         ("top_p", lambda m: m.generate(prompt(), 8, top_k=0, top_p=1.5)),
-        ("temperature", lambda m: m.generate(prompt(), 8, temperature=0.0)),
+        ("temperature", lambda m: m.generate(prompt(), 8, top_k=0, temperature=0.0)),
     ],
 )
 def test_bad_arguments(model, name, call):
     with pytest.raises(ValueError, match=name):
         call(model)
+
+
+def test_keywords_of_upstream(model):
+    expected = model.generate(prompt(), 8)
+    defaults = {"cg": False, "enable_timing": False, "tensor_parallel": 1}
+    assert torch.equal(model.generate(prompt(), 8, **defaults), expected)
+    for name, given in (("cg", True), ("enable_timing", True), ("tensor_parallel", 2)):
+        with pytest.raises(NotImplementedError, match=f"{name} must be"):
+            model.generate(prompt(), 8, **{name: given})

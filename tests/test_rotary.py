@@ -2,7 +2,12 @@
 
 import cmath
 import itertools
-from collections.abc import Callable
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -696,17 +701,75 @@ def test_export_of_a_module_that_has_run() -> None:
     torch.testing.assert_close(rotated_by(program.module(), 9), rotated_by(rotary, 9))
 
 
-def test_threads_share_a_module() -> None:
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """Threads that take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("scale_base", [None, 512])
+def test_threads_share_a_module(eager_threads: None, scale_base: int | None) -> None:
     """Tables of one length belong together."""
+    lengths = [(i * 977) % 2000 + 1 for i in range(18)]
+    expected = {n: rotated_by(RotaryEmbedding(8), n) for n in lengths}
+
+    def work(rotary: RotaryEmbedding, length: int) -> Tensor:
+        if length % 2:  # as clients do
+            rotary._update_cos_sin_cache(length, "cpu", torch.float32)
+        return rotated_by(rotary, length)
+
     for _ in range(20):
-        rotary = RotaryEmbedding(8)
+        rotary = RotaryEmbedding(8, scale_base=scale_base)
         with ThreadPoolExecutor(6) as pool:
-            for length, x in zip(
-                lengths := [(i * 977) % 2000 + 1 for i in range(18)],
-                pool.map(partial(rotated_by, rotary), lengths),
-                strict=True,
-            ):
-                assert x.shape[1] == length
+            for length, x in zip(lengths, pool.map(partial(work, rotary), lengths), strict=True):
+                if scale_base is None:  # of XPos a longer table has another centre
+                    torch.testing.assert_close(x, expected[length])
+
+
+class Nested(RotaryEmbedding):
+    """Its tables are those of another module."""
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None) -> None:
+        inner = RotaryEmbedding(self.dim)
+        inner(torch.ones(1, seqlen, 3, 1, self.dim, dtype=dtype, device=device))
+        self._cos_cached, self._sin_cached = inner._cos_cached, inner._sin_cached
+        self._seq_len_cached = seqlen
+
+
+def test_module_within_a_module() -> None:
+    torch.testing.assert_close(rotated_by(Nested(8)), rotated_by(RotaryEmbedding(8)))
+
+
+def test_a_fork_while_another_thread_rotates() -> None:
+    """Nothing is held that a child would wait for."""
+    rotary, stopped = RotaryEmbedding(8), threading.Event()
+
+    def rotate_on() -> None:
+        length = 1
+        while not stopped.is_set():
+            rotated_by(rotary, length := length % 500 + 1)
+
+    thread = threading.Thread(target=rotate_on)
+    thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                rotary._tables(501, torch.device("cpu"), torch.float32)
+                os._exit(0)
+            for _ in range(1000):
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    break
+                time.sleep(0.01)
+            else:
+                os.kill(child, signal.SIGKILL)
+                pytest.fail("a child waits")
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def test_compiled_under_autocast() -> None:
@@ -728,9 +791,15 @@ class Interpolated(RotaryEmbedding):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_subclass_with_tables_of_its_own(compiled: bool) -> None:
+@pytest.mark.parametrize("how", ["subclass", "instance", "class"])
+def test_tables_filled_by_a_client(monkeypatch, how: str, compiled: bool) -> None:
     torch._dynamo.reset()
-    rotary = Interpolated(8)
+    rotary = Interpolated(8) if how == "subclass" else RotaryEmbedding(8)
+    fill = Interpolated._update_cos_sin_cache
+    if how == "instance":
+        rotary._update_cos_sin_cache = fill.__get__(rotary)  # type: ignore[method-assign]
+    if how == "class":
+        monkeypatch.setattr(RotaryEmbedding, "_update_cos_sin_cache", fill)
     if compiled:
         rotary.compile(fullgraph=True, backend="aot_eager")
     for seqlen in (5, 9, 7):

@@ -90,9 +90,13 @@ __device__ void start_multiply(Sum (&d)[kColTiles][4], const A& a, const B& b) {
   ptx::wgmma_commit();
 }
 
-// A operands of some steps. (No array is empty.)
+// No array is empty. (A variable: at the expression itself compilers of CUDA 12.5 to 12.8 crash.)
 template <int kSteps>
-using Operands = uint32_t[kSteps > 0 ? kSteps : 1][4];
+constexpr int kLeast1 = kSteps > 0 ? kSteps : 1;
+
+// A operands of some steps.
+template <int kSteps>
+using Operands = uint32_t[kLeast1<kSteps>][4];
 
 // The same with the first kSteps steps of A in registers.
 template <typename T, int kDepth, int kSteps, typename Sum, int kColTiles, typename A, typename B>

@@ -18,8 +18,7 @@ _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _forward = getattr(torch.ops.aten, _NAME, None)
 _backward = getattr(torch.ops.aten, f"{_NAME}_backward", None)
 
-# In float16 its forward is no faster than tiles; its backward took 5 times as long (EPYC, AVX-512).
-_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FEATURES = {"pages", "cache_slots"}  # where rows lie: the caller has gathered them
 
 
@@ -70,7 +69,9 @@ def takes_whole(a: Attention) -> bool:
 def forward(a: Attention) -> tuple[Tensor, Tensor]:
     """Return out and log-sum-exp of a dense problem that is covered and taken whole."""
     assert _forward is not None
-    q, k, v = _queries(a, a.q), _keys(a, a.k), _keys(a, a.v)
+    # Matrix products in float16 are slow where a CPU has no instructions for them.
+    dtype = torch.float32 if a.q.dtype == torch.float16 else a.q.dtype
+    q, k, v = _queries(a, a.q.to(dtype)), _keys(a, a.k.to(dtype)), _keys(a, a.v.to(dtype))
     parts = []
     for rows, cols, causal in _rectangles(a):
         arguments = (x[:, :, part] for x, part in ((q, rows), (k, cols), (v, cols)))
@@ -82,7 +83,7 @@ def forward(a: Attention) -> tuple[Tensor, Tensor]:
     if a.s_aux is not None:
         sink = a.s_aux.to(lse.dtype)[:, None].expand_as(lse)
         out, lse = merge(out, lse, torch.zeros_like(out), sink)
-    return out.contiguous(), lse[..., 0].mT.contiguous()
+    return out.to(a.q.dtype).contiguous(), lse[..., 0].mT.contiguous()
 
 
 def backward(
@@ -98,9 +99,11 @@ def backward(
     assert _backward is not None
     delta = (dout.to(lse.dtype) * out).sum(-1).mT.contiguous()
     lse = _queries(a, lse.mT[..., None])[..., 0]
-    # The operator takes the last dimension of ``out`` to be contiguous.
-    q, do, o = (_queries(a, x) for x in (a.q, dout.contiguous(), out.contiguous()))
-    k, v = _keys(a, a.k), _keys(a, a.v)
+    # In 16 bits the operator would add up dK and dV over the queries in 16 bits.
+    dtype = torch.float32 if a.q.element_size() == 2 else a.q.dtype
+    # It takes the last dimension of ``out`` to be contiguous.
+    q, do, o = (_queries(a, x.to(dtype)) for x in (a.q, dout.contiguous(), out.contiguous()))
+    k, v = (_keys(a, x.to(dtype)) for x in (a.k, a.v))
     rows_dq = []
     for rows, cols, causal in _rectangles(a):
         part_q, part_do, part_o, part_lse = (x[:, :, rows] for x in (q, do, o, lse))

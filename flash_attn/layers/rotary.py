@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ __all__ = [
 ]
 
 
-_filling = Lock()  # threads may share a module: tables of one length belong together
 # Of newer torch.
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
@@ -335,8 +333,8 @@ class RotaryEmbedding(nn.Module):
         # Tables made in inference mode could not be saved for a backward.
         with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
             tables = self._computed(seqlen, like)
-        self._seq_len_cached = seqlen
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
+        self._seq_len_cached = seqlen
 
     def _tables(
         self, seqlen: int, device: torch.device, dtype: torch.dtype
@@ -349,15 +347,26 @@ class RotaryEmbedding(nn.Module):
         own way does so always.
         """
         like = self.inv_freq.new_empty(0, device=device, dtype=dtype)
-        is_ours = type(self)._update_cos_sin_cache is RotaryEmbedding._update_cos_sin_cache
+        name = "_update_cos_sin_cache"
+        if name in vars(self) or getattr(type(self), name) is not _fill_tables:
+            self._update_cos_sin_cache(seqlen, device, dtype)
+            return self._kept()
         compiling = torch.compiler.is_compiling()
-        if is_ours and (is_seen((self.inv_freq,)) or torch._C._get_tracing_state() is not None):
+        if is_seen((self.inv_freq,)) or torch._C._get_tracing_state() is not None:
             if not compiling or _is_exporting() or not self._are_covered(seqlen, like):
                 return self._computed(seqlen, like)
-        with nullcontext() if compiling else _filling:
-            self._update_cos_sin_cache(seqlen, device, dtype)
-            assert self._cos_cached is not None and self._sin_cached is not None
-            return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+            return self._kept()
+        self._update_cos_sin_cache(seqlen, device, dtype)
+        tables = self._kept()
+        # Another thread may be replacing them one by one.
+        kinds = {(x.shape, x.dtype, x.device) for x in tables if x is not None}
+        if kinds == {(tables[0].shape, like.dtype, like.device)} and len(tables[0]) >= seqlen:
+            return tables
+        return self._computed(seqlen, like)
+
+    def _kept(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        assert self._cos_cached is not None and self._sin_cached is not None
+        return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
 
     def _are_covered(self, seqlen: int, like: Tensor) -> bool:
         cached = self._cos_cached
@@ -437,3 +446,6 @@ class RotaryEmbedding(nn.Module):
             qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset
         )
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+
+
+_fill_tables = RotaryEmbedding._update_cos_sin_cache  # a client may put its own there

@@ -28,7 +28,7 @@ class InferenceParams:
     lengths_per_sample: Tensor | None = None
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
-        """Begin with other sequences. The caches stay allocated."""
+        """Begin with other sequences, no more or longer than the caches, which stay allocated."""
         self.max_seqlen, self.max_batch_size, self.seqlen_offset = max_seqlen, max_batch_size, 0
         if self.lengths_per_sample is not None:
             self.lengths_per_sample.zero_()
@@ -62,6 +62,9 @@ class GenerationMixin:
         eos_token_id: int | None = None,
         teacher_outputs: Tensor | None = None,
         vocab_size: int | None = None,
+        cg: bool = False,
+        enable_timing: bool = False,
+        tensor_parallel: int = 1,
     ) -> Tensor | Generated:
         """Prompts of one length, continued up to ``max_length`` tokens.
 
@@ -76,7 +79,7 @@ class GenerationMixin:
         top_p : float
             Of those, the fewest whose probabilities sum to at least ``top_p``; 0 is all.
         temperature : float
-            Divides the logits. Above 0.
+            Divides the logits. Above 0, but where ``top_k`` is 1.
         return_dict_in_generate, output_scores : bool
             The result is a ``Generated``, and has scores.
         eos_token_id : int, optional
@@ -85,6 +88,8 @@ class GenerationMixin:
             Tokens to take, by their place, instead of what the model says.
         vocab_size : int, optional
             Of the logits, how many are of tokens.
+        cg, enable_timing, tensor_parallel
+            Upstream's. Here each has its default alone.
 
         Returns
         -------
@@ -95,8 +100,15 @@ class GenerationMixin:
         ------
         ValueError
             Naming the argument, what was given and what is accepted.
+        NotImplementedError
+            If ``cg``, ``enable_timing`` or ``tensor_parallel`` is another than its default.
         """
         _check_prompt(input_ids, max_length)
+        for name, given in (("cg", cg), ("enable_timing", enable_timing)):
+            if given:
+                raise NotImplementedError(f"{name} must be False: generate has no such mode")
+        if tensor_parallel != 1:
+            raise NotImplementedError(f"tensor_parallel must be 1, got {tensor_parallel}")
         batch, prompt = input_ids.shape
         shared = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
         sequences, scores = [input_ids], []
@@ -107,14 +119,17 @@ class GenerationMixin:
             logits = self(  # type: ignore[operator]
                 sequences[-1], position_ids=positions, inference_params=shared, num_last_tokens=1
             ).logits
-            scores.append(logits[:, -1, :vocab_size])
+            score = logits[:, -1, :vocab_size]
+            if return_dict_in_generate and output_scores:
+                scores.append(score)
             shared.seqlen_offset = length
             if teacher_outputs is not None and length < teacher_outputs.shape[1]:
                 token = teacher_outputs[:, length]
             else:
-                token = sample(scores[-1], top_k, top_p, temperature)
+                token = sample(score, top_k, top_p, temperature)
+                if eos_token_id is not None:
+                    token = token.masked_fill(ended, eos_token_id)
             if eos_token_id is not None:
-                token = token.masked_fill(ended, eos_token_id)
                 ended |= token == eos_token_id
             sequences.append(token[:, None])
             if eos_token_id is not None and ended.all():
@@ -133,10 +148,10 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: floa
         raise ValueError(f"top_k must be at least 0, got {top_k}")
     if not 0.0 <= top_p <= 1.0:
         raise ValueError(f"top_p must be in [0, 1], got {top_p}")
-    if not temperature > 0.0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
     if top_k == 1:
         return logits.argmax(-1)
+    if not temperature > 0.0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
     count = logits.shape[-1]
     best, tokens = logits.float().topk(min(top_k, count) or count)
     probabilities = (best / temperature).softmax(-1)
