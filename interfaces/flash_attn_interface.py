@@ -5,9 +5,8 @@ errors are those of ``flash_attn``'s functions of the same names. Beyond FlashAt
 attention sinks (``s_aux``, keyword-only), every device and dtype of ``flash_attn``, and derivatives
 of softmax_lse. Not there, and refused with NotImplementedError: ``qv``, ``attention_chunk``,
 ``seqused_q``, ``rotary_seqlens`` other than ``cache_seqlens`` where something is rotated, and
-``cu_seqlens_k_new`` with new keys. ``pack_gqa``,
-``sm_margin`` and ``scheduler_metadata`` are accepted and change nothing: ``flash_attn`` schedules
-its kernels itself.
+``cu_seqlens_k_new`` with new keys. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
+accepted and change nothing: ``flash_attn`` schedules its kernels itself.
 """
 
 from typing import Any
