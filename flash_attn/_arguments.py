@@ -884,17 +884,21 @@ def _check_values_of_varlen(a: Attention) -> None:
         return
     if used is not None:
         if a.block_table is None:
-            for b, (length, rows) in enumerate(zip(used, lengths_k, strict=True)):
-                if length > rows:
-                    raise ValueError(
-                        f"seqused_k must be at most the length of the sequence in cu_seqlens_k, "
-                        f"{rows} for sequence {b}, got {length}"
-                    )
+            check_used("seqused_k", used, "cu_seqlens_k", lengths_k)
         lengths_k = list(map(min, used, lengths_k))
     first = _check_leftpad("leftpad_k", a.leftpad_k) or [0] * a.batch
     longest = lengths_k if a.block_table is None else list(map(operator.sub, lengths_k, first))
     check_longest("max_seqlen_k", a.max_seqlen_k, longest)
     _check_pages(a, first, lengths_k)
+
+
+def check_used(name: str, used: list[int], of: str, lengths: list[int]) -> None:
+    for b, (length, rows) in enumerate(zip(used, lengths, strict=True)):
+        if length > rows:
+            raise ValueError(
+                f"{name} must be at most the length of the sequence in {of}, {rows} for sequence "
+                f"{b}, got {length}"
+            )
 
 
 def _check_values_of_cache(a: Attention, seqlen_new: int) -> None:

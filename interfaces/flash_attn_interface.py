@@ -4,7 +4,7 @@ Names, order and defaults of the arguments, and the results, are FlashAttention-
 errors are those of ``flash_attn``'s functions of the same names. Beyond FlashAttention-3 there are
 attention sinks (``s_aux``, keyword-only), every device and dtype of ``flash_attn``, and derivatives
 of softmax_lse. Not there, and refused with NotImplementedError: ``qv``, ``attention_chunk``,
-``seqused_q``, ``rotary_seqlens`` other than ``cache_seqlens`` where something is rotated, and
+``rotary_seqlens`` other than ``cache_seqlens`` where something is rotated, and
 ``cu_seqlens_k_new`` with new keys. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
 accepted and change nothing: ``flash_attn`` schedules its kernels itself.
 """
@@ -95,7 +95,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention over packed sequences: out, or (out, softmax_lse).
 
-    seqused_k (batch,) int32: of each sequence's keys, how many are in use.
+    seqused_q and seqused_k (batch,) int32: of each sequence's queries and keys, how many are in
+    use. Other queries get zeros and a log-sum-exp of -inf. With seqused_q, q and out are copied.
     """
     left, right = _fa2.read_window(window_size)
     result = _flash_attn_forward(
@@ -166,13 +167,15 @@ def _combine(
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     parts = out_partial.masked_fill(weights[..., None] == 0, 0.0)  # which may hold NaN there
     merged = torch.einsum("sbthd,sbth->bthd", parts, weights).to(dtype)
-    if out is None:
-        return merged, lse
-    if not isinstance(out, Tensor) or out.shape != merged.shape:
+    return merged if out is None else _written("out", out, merged), lse
+
+
+def _written(name: str, out: Any, result: Tensor) -> Tensor:
+    if not isinstance(out, Tensor) or out.shape != result.shape:
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"out must have shape {tuple(merged.shape)}, got {got}")
-    _arguments.check_writable("out", out)
-    return out.copy_(merged), lse
+        raise ValueError(f"{name} must have shape {tuple(result.shape)}, got {got}")
+    _arguments.check_writable(name, out)
+    return out.copy_(result)
 
 
 def _check_parts(out_partial: Any, lse_partial: Any) -> None:
@@ -229,7 +232,8 @@ def _flash_attn_forward(
     """
     rotates_elsewhere = rotary_cos is not None and seqlens_rotary is not seqused_k
     _refuse(
-        qv=qv, cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new, seqused_q=seqused_q,
+        qv=qv, cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new,
+        seqused_q=seqused_q if cu_seqlens_q is None else None,
         rotary_seqlens=seqlens_rotary if rotates_elsewhere else None,
         attention_chunk=attention_chunk or None,
     )
@@ -260,17 +264,66 @@ def _flash_attn_forward(
             k, v, cu_seqlens_k, seqused_k, max_seqlen_k = _cache_as_varlen(
                 q, k, v, cu_seqlens_q, seqused_k, page_table
             )
+        used, to = None, out_
+        if seqused_q is not None:
+            used, to = _UsedRows("seqused_q", q, cu_seqlens_q, seqused_q), None
+            q, cu_seqlens_q = used.first(q), used.cu_seqlens
         out, lse, *_ = _ops.flash_attn_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
             causal, *window, softcap, None, False, page_table, leftpad_k, seqused_k, False, 0,
-            s_aux, deterministic, *descales.values(), 0, None, out_,
+            s_aux, deterministic, *descales.values(), 0, None, to,
         )
+        if used is not None:
+            out, lse = used.back(out), used.back(lse, 1)
+            out = out if out_ is None else _written("out", out_, out)
     else:
         out, lse, _ = flash_attn.flash_attn_func(
             q, k, v, 0.0, softmax_scale, causal, window, softcap, None, deterministic, True,
             s_aux=s_aux, **descales, out=out_,
         )
     return out, lse, lse.new_empty(0), lse.new_empty(0)
+
+
+class _UsedRows:
+    """The rows that are in use, of packed sequences with unused ones at their ends.
+
+    Attributes
+    ----------
+    cu_seqlens : Tensor
+        (batch + 1,) int32, of the rows in use.
+    """
+
+    def __init__(self, name: str, q: Tensor, cu_seqlens_q: Tensor, used: Tensor) -> None:
+        _arguments._check_tensor("q", q, q, 3)
+        _arguments._check_index("cu_seqlens_q", cu_seqlens_q, q)
+        batch = max(0, cu_seqlens_q.shape[0] - 1)  # fewer than one bound are refused later
+        _arguments._check_index(name, used, q, (batch,), "(batch,)")
+        lengths = cu_seqlens_q.diff()
+        if _arguments.is_readable(used):
+            _arguments.check_used(name, used.tolist(), "cu_seqlens_q", lengths.tolist())
+        used = torch.minimum(used, lengths).clamp(min=0)
+        self.cu_seqlens = F.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+        row = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), row, right=True)
+        place = row - F.pad(cu_seqlens_q, (0, 1))[sequence]
+        unused = (place < 0) | (place >= F.pad(used, (0, 1))[sequence])
+        self._order = unused.to(torch.uint8).argsort(stable=True)
+        self._inverse = self._order.argsort()
+
+    def first(self, x: Tensor, dim: int = 0) -> Tensor:
+        """x with the rows in use before all others; what has other rows is refused later."""
+        fits = isinstance(x, Tensor) and x.shape[dim : dim + 1] == self._order.shape
+        return _take(x, dim, self._order) if fits else x
+
+    def back(self, x: Tensor, dim: int = 0) -> Tensor:
+        """What ``first`` returned, with each row where it was."""
+        return _take(x, dim, self._inverse)
+
+
+def _take(x: Tensor, dim: int, rows: Tensor) -> Tensor:
+    if x.dtype == torch.float8_e4m3fn:  # PyTorch cannot index these everywhere
+        return x.view(torch.uint8).index_select(dim, rows).view(x.dtype)
+    return x.index_select(dim, rows)
 
 
 def _cache_as_varlen(
@@ -316,7 +369,8 @@ def _flash_attn_backward(
     causal and window_size are what older releases call is_causal, window_size_left and
     window_size_right. Those return dq, dk, dv and softmax_d, and so does a call by their names.
     """
-    _refuse(sequed_q=sequed_q, sequed_k=sequed_k if cu_seqlens_q is None else None)
+    if cu_seqlens_q is None:
+        _refuse(sequed_q=sequed_q, sequed_k=sequed_k)
     window = _window(window_size, window_size_left, window_size_right)
     is_older = causal is not None or window_size is not None
     is_causal = _numbers.flag("is_causal", is_causal)
@@ -330,10 +384,19 @@ def _flash_attn_backward(
     if cu_seqlens_q is None:
         softmax_d = _fa2._flash_attn_backward(*tensors, *options)
     else:
+        used = None
+        if sequed_q is not None:
+            used = _UsedRows("sequed_q", q, cu_seqlens_q, sequed_q)
+            cu_seqlens_q, first = used.cu_seqlens, torch.empty_like(q)
+            of_queries = used.first(dout), used.first(q), k, v, used.first(out)
+            tensors = *of_queries, used.first(softmax_lse, 1), first, dk, dv
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         softmax_d = _fa2._flash_attn_varlen_backward(
             *tensors, *lengths, *options, seqused_k=sequed_k
         )
+        if used is not None:
+            _written("dq", dq, used.back(first))
+            softmax_d = used.back(softmax_d, 1)
     return (dq, dk, dv, softmax_d) if is_older else softmax_d
 # fmt: on
 

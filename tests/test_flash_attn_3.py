@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, device_fixture
 from helpers import (
     dense,
@@ -162,6 +163,104 @@ def test_varlen_in_part(fa3, device):
         *layout_of(problem),
         causal=True,
     )
+
+
+def padded(x: Tensor, dim: int = 0) -> Tensor:
+    """Two sequences of 7 and 30 rows with 2 and 3 rows of NaN behind them."""
+    parts = x.split([7, 30], dim)
+    filled = [
+        F.pad(y, (0, 0) * (x.dim() - 1 - dim) + (0, n), value=torch.nan)
+        for y, n in zip(parts, (2, 3), strict=True)
+    ]
+    return torch.cat(filled, dim)
+
+
+def in_use(x: Tensor, dim: int = 0) -> Tensor:
+    return torch.cat((x.narrow(dim, 0, 7), x.narrow(dim, 9, 30)), dim)
+
+
+def unused(x: Tensor, dim: int = 0) -> Tensor:
+    return torch.cat((x.narrow(dim, 7, 2), x.narrow(dim, 39, 3)), dim)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (5, 0)}], ids=str)
+def test_queries_in_part(fa3, device, options):
+    """seqused_q: what lies behind it in a sequence is not read, and gets zeros."""
+    problem = varlen(
+        [7, 30], [12, 40], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0, **options
+    )
+    _, bounds_k, _, longest_k = layout_of(problem)
+    used = int32([7, 30], device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        lengths = int32([0, 9, 42], device), bounds_k, 33, longest_k
+        result = fa3.flash_attn_varlen_func(padded(q), k, v, *lengths, seqused_q=used, **more)
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        assert (unused(out) == 0).all()
+        if lse is None:
+            return in_use(out)
+        assert (unused(lse, 1) == -torch.inf).all()
+        return in_use(out), in_use(lse, 1)
+
+    check(problem, call, **options)
+
+
+def test_private_backward_of_queries_in_part(fa3, device):
+    problem = varlen(
+        [7, 30], [12, 40], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0, causal=True
+    )
+    _, bounds_k, _, longest_k = layout_of(problem)
+    layout = {"cu_seqlens_q": int32([0, 9, 42], device), "cu_seqlens_k": bounds_k}
+    layout |= {"max_seqlen_q": 33, "max_seqlen_k": longest_k}
+    options = {"softmax_scale": problem.scale} | layout
+    used, q = int32([7, 30], device), padded(problem.q)
+    given = torch.full_like(q, torch.nan)
+    out, lse, *_ = fa3._flash_attn_forward(
+        q, problem.k, problem.v, **options, seqused_q=used, causal=True, out_=given
+    )
+    assert out is given
+    dout = torch.randn_like(problem.q)
+    grads = {
+        f"d{name}": torch.full_like(x, torch.nan)
+        for name, x in (("q", q), ("k", problem.k), ("v", problem.v))
+    }
+    softmax_d = fa3._flash_attn_backward(
+        padded(dout),
+        q,
+        problem.k,
+        problem.v,
+        out,
+        lse,
+        **options,
+        **grads,
+        sequed_q=used,
+        is_causal=True,
+    )
+    assert (unused(grads["dq"]) == 0).all()
+    results = grads | {"dq": in_use(grads["dq"]), "out": in_use(out), "lse": in_use(lse, 1)}
+    assert_matches_oracle(results, problem, dout, torch.zeros_like(results["lse"]))
+    delta = (dout.double() * results["out"].double()).sum(-1).mT
+    torch.testing.assert_close(in_use(softmax_d, 1).double(), delta, rtol=1e-2, atol=1e-2)
+
+
+def test_lengths_of_queries_in_part(fa3):
+    """Lengths below 0 are 0; too long ones, and tensors of other rows, are refused."""
+    q, bounds = torch.randn(5, 2, 8), int32([0, 5])
+    call = fa3.flash_attn_varlen_func
+    assert (call(q, q, q, bounds, bounds, 5, 5, seqused_q=int32([-1])) == 0).all()
+    with pytest.raises(ValueError, match="seqused_q .* 5 for sequence 0, got 6"):
+        call(q, q, q, bounds, bounds, 5, 5, seqused_q=int32([6]))
+    with pytest.raises(ValueError, match=r"seqused_q must have shape \(batch,\) = \(1,\)"):
+        call(q, q, q, bounds, bounds, 5, 5, seqused_q=int32([1, 2]))
+    with pytest.raises(ValueError, match="q must have 3 dimensions"):
+        call(q[None], q, q, bounds, bounds, 5, 5, seqused_q=int32([5]))
+    lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 5}
+    lengths |= {"max_seqlen_k": 5, "sequed_q": int32([3])}
+    lse = torch.randn(2, 5)
+    with pytest.raises(ValueError, match="dout"):
+        fa3._flash_attn_backward(q[:4], q, q, q, q, lse, **lengths)
+    with pytest.raises(ValueError, match="dq must have shape"):
+        fa3._flash_attn_backward(q, q, q, q, q, lse, **lengths, dq=q[:4].clone())
 
 
 def test_fp8(fa3, device):
@@ -459,9 +558,7 @@ def test_kvcache_with_packed_queries_compiled(fa3):
         (
             NotImplementedError,
             "seqused_q",
-            lambda m, x: m.flash_attn_varlen_func(
-                x[0], x[0], x[0], int32([0, 4]), int32([0, 4]), 4, 4, seqused_q=int32([3])
-            ),
+            lambda m, x: m._flash_attn_forward(x, x, x, seqused_q=int32([3])),
         ),
         (
             NotImplementedError,
@@ -481,6 +578,11 @@ def test_kvcache_with_packed_queries_compiled(fa3):
             NotImplementedError,
             "sequed_k",
             lambda m, x: m._flash_attn_backward(x, x, x, x, x, x, sequed_k=int32([3])),
+        ),
+        (
+            NotImplementedError,
+            "sequed_q",
+            lambda m, x: m._flash_attn_backward(x, x, x, x, x, x, sequed_q=int32([3])),
         ),
         (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x)),
         (ValueError, "qkv", lambda m, x: m.flash_attn_qkvpacked_func(x[:, :, [0, 0, 1]])),

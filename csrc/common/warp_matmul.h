@@ -28,6 +28,10 @@ struct Operand16 {
         offset(Layout::in_block(by_rows ? Layout::by_rows(lane) : Layout::by_columns(lane),
                                 row_block, col_block)) {}
 
+  // Keeps the compiler from computing all addresses before the loop around a product, and then
+  // spilling them.
+  __device__ void hide() { offset = ptx::opaque(offset); }
+
   __device__ void load(uint32_t (&fragment)[4], int row_block, int col_block) const {
     const uint32_t place = tile + Layout::in_block(offset, row_block, col_block * kStride);
     if constexpr (kOrder == Order::kTransposed) {
@@ -63,16 +67,37 @@ struct OperandB : Operand16<kCols, kOrder, kStride> {
   }
 };
 
+// B operand that is held in registers.
+template <int kDepth, int kBlocks>
+struct HeldOperandB {
+  const uint32_t (&held)[kDepth][kBlocks][4];
+
+  __device__ explicit HeldOperandB(const uint32_t (&held)[kDepth][kBlocks][4]) : held(held) {}
+  __device__ void hide() {}
+  __device__ void fragment(uint32_t (&b)[4], int k, int n) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = held[k][n][i];
+  }
+};
+
+// held: what `b` gives for each block of 16 x 16
+template <int kDepth, int kBlocks, typename B>
+__device__ void hold(uint32_t (&held)[kDepth][kBlocks][4], const B& b) {
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) b.fragment(held[k][n], k, n);
+  }
+}
+
 // D += A B over kDepth blocks of 16; D begins at column block `col_block` of B.
 // d: (kRowTiles, kColTiles) accumulators of m16n8
 template <typename T, int kDepth, int kRowTiles, int kColTiles, typename A, typename B>
 __device__ void multiply_accumulate(float (&d)[kRowTiles][kColTiles][4], A a, B b,
                                     int col_block = 0) {
   static_assert(kColTiles % 2 == 0);
-  // Keeps the compiler from computing all addresses before the loop around this, and then spilling
-  // them.
-  a.offset = ptx::opaque(a.offset);
-  b.offset = ptx::opaque(b.offset);
+  a.hide();
+  b.hide();
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) {
     uint32_t a_fragment[kRowTiles][4];

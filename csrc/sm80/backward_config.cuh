@@ -18,13 +18,15 @@ struct BackwardTile {
   int dq_steps;       //   in as many steps, to leave registers to dK and dV
   int stages;         // of Q and dO; 2: the next ones are loaded during a whole step
   int blocks_per_sm;  // caps the registers of a thread at 65536 / (32 * warps * blocks_per_sm)
+  bool holds_v = false;  // as an operand of dP, in registers
 };
 
 // The tile shapes of a head dim, the preferred one first; {} ends the list. tile_choice.h takes one
 // by shared memory, of which a thread block may use 227 KB on Hopper, 163 KB on an A100, 99 KB on
 // other Ampere and Ada GPUs. TFLOP/s on an H200 in bf16, 4096 tokens, full / causal, and the speed
 // of other shapes beside it; docs/design-notes.md has them all.
-constexpr BackwardTile backward_tile(int headdim, int choice) {
+constexpr BackwardTile backward_tile(int headdim, FeatureSet features, int choice) {
+  const bool plain = features == FeatureSet::kPlain;
   switch (headdim) {
     case 32:
       // 240 / 224; {128, 64, 4, ...} 0.90, with spills.
@@ -35,14 +37,19 @@ constexpr BackwardTile backward_tile(int headdim, int choice) {
       break;
     case 64:
       // Large warp tiles (32 x 64 of S) spare shared memory, which is busier than the tensor cores.
-      // 279 / 261; {128, 128, 8, ...} 0.92, with spills.
+      // 279 / 261; {128, 128, 8, ...} 0.92, with spills. Holding V 1.03 / 1.02, with one stage 1.01
+      // / 1.01; with 64 x 32 of S it takes half of the registers. The full set has none left: 0.88.
+      if (choice == 0 && plain) return {128, 64, 4, 2, 2, 4, 1, 2, 2, true};
+      if (choice == 1 && plain) return {128, 64, 4, 2, 2, 4, 1, 1, 2, true};
       if (choice == 0) return {128, 64, 4, 4, 2, 4, 1, 2, 2};
       if (choice == 1) return {128, 64, 4, 4, 2, 4, 1, 1, 2};
-      // With 99 KB 247 / 237; one block an SM of the second 204 / 192.
-      if (choice == 2) return {64, 64, 4, 2, 2, 2, 1, 1, 2};
+      // With 99 KB 247 / 237; one block an SM of the second 204 / 192. Holding V 1.05 / 1.05.
+      if (choice == 2) return {64, 64, 4, 2, 2, 2, 1, 1, 2, plain};
       break;
     case 96:
       // 268 / 254; with two stages 0.97, {96, 64, 4, ...} 0.98, {64, 128, 8, ...} 0.97.
+      // Holding V, with dQ in two steps, 1.01 / 1.01; in one step 0.95, with spills.
+      if (choice == 0 && plain) return {64, 64, 4, 2, 2, 4, 2, 1, 2, true};
       if (choice == 0) return {64, 64, 4, 2, 2, 2, 1, 1, 2};
       // With 99 KB 228 / 216; one block an SM of the first 201 / 193.
       if (choice == 1) return {64, 96, 6, 2, 3, 2, 1, 1, 1};
@@ -84,9 +91,9 @@ struct WarpBlocks {
 template <typename T_, int kHeadDim_, int kHeadDimV_, FeatureSet kFeatures, int kChoice = 0>
 struct BackwardConfig {
   using Next = BackwardConfig<T_, kHeadDim_, kHeadDimV_, kFeatures, kChoice + 1>;
-  static constexpr bool kIsLast = backward_tile(kHeadDim_, kChoice + 1).warps == 0;
+  static constexpr bool kIsLast = backward_tile(kHeadDim_, kFeatures, kChoice + 1).warps == 0;
   using T = T_;
-  static constexpr BackwardTile kTile = backward_tile(kHeadDim_, kChoice);
+  static constexpr BackwardTile kTile = backward_tile(kHeadDim_, kFeatures, kChoice);
   static constexpr bool kFull = kFeatures == FeatureSet::kFull;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kHeadDimV = kHeadDimV_;
@@ -95,6 +102,7 @@ struct BackwardConfig {
   static constexpr int kThreads = kTile.warps * 32;
   static constexpr int kStages = kTile.stages;
   static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
+  static constexpr bool kHoldsV = kTile.holds_v;
 
   // Warps along the rows and columns of each product.
   static constexpr int kWarpsRowS = kTile.warps_m_s, kWarpsColS = kTile.warps / kWarpsRowS;

@@ -177,6 +177,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   constexpr uint32_t kQBytes = sizeof(shared.q[0]), kDoutBytes = sizeof(shared.dout[0]);
   const auto warp_row_s = [&](int m) { return row_s * kRowsS + m; };
   const auto warp_col_s = [&](int n) { return col_s * kColsS + n; };
+  const auto v_as_b = [&] {  // of dP
+    return OperandB<kHeadDimV, Order::kRows>(shared_address(shared.v), col_s * kColsS / 2, 0, lane);
+  };
 
   // K and V.
   {
@@ -190,6 +193,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     v_loader.load(shared_address(shared.v), seqlen_k - n_begin);
   }
 
+  uint32_t held_v[kHeadDimV / 16][kColsS / 2][4];
+  bool must_hold_v = Config::kHoldsV;
   float dk[kRowsDkv][kColsDk][4] = {};
   float dv[kRowsDkv][kColsDv][4] = {};
   const float scale_log2 = scale_log2_of(params);
@@ -244,6 +249,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
     load_queries(queries.place() * kBlockM, 0);
     load_statistics(queries.place() * kBlockM);
+    if (must_hold_v) {
+      ptx::cp_async_wait_all();
+      __syncthreads();  // V has arrived
+      hold(held_v, v_as_b());
+      must_hold_v = false;
+    }
 
     int stage = 0;
     for (; queries.valid(); queries.advance()) {
@@ -277,9 +288,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       const auto store_ds = [&](bool drops) {
         float ds[kRowsS][kColsS][4];  // first dP
         const OperandA<kHeadDimV, Order::kRows> dout_as_a(dout, row_s * kRowsS, 0, lane);
-        const OperandB<kHeadDimV, Order::kRows> v_as_b(shared_address(shared.v), col_s * kColsS / 2,
-                                                       0, lane);
-        multiply<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b);
+        if constexpr (Config::kHoldsV) {
+          multiply<T, kHeadDimV / 16>(ds, dout_as_a, HeldOperandB(held_v));
+        } else {
+          multiply<T, kHeadDimV / 16>(ds, dout_as_a, v_as_b());
+        }
         if (drops) {
           differentiate_scores<true>(ds, p, statistics + kBlockM, lane, params.delta_scale);
         } else {
