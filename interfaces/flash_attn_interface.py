@@ -2,22 +2,28 @@
 
 Names, order and defaults of the arguments, and the results, are FlashAttention-3's. Tensors and
 errors are those of ``flash_attn``'s functions of the same names. Beyond FlashAttention-3 there are
-attention sinks (``s_aux``, keyword-only), every device and dtype of ``flash_attn``, and derivatives
-of softmax_lse. Not there, and refused with NotImplementedError: ``qv``, ``attention_chunk``,
-``rotary_seqlens`` other than ``cache_seqlens`` where something is rotated, and
+attention sinks (``s_aux``, keyword-only), every device and dtype of ``flash_attn``, derivatives of
+softmax_lse, and a gradient of ``attention_chunk``. Not there, and refused with NotImplementedError:
+``qv``, ``rotary_seqlens`` other than ``cache_seqlens`` where something is rotated, and
 ``cu_seqlens_k_new`` with new keys. ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
 accepted and change nothing: ``flash_attn`` schedules its kernels itself.
+
+With ``attention_chunk`` n > 0 a query sees the keys of its own chunk of n positions, where the keys
+of a sequence have positions 0, 1, ..., behind ``cache_leftpad``, and its last query has that of the
+last key. A causal mask and a window hold beside it.
 """
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from flash_attn_3._packed import UsedRows, in_chunks, last_chunk
 from torch import Tensor
 
 import flash_attn
 from flash_attn import _arguments, _numbers, _ops
 from flash_attn import flash_attn_interface as _fa2
+from flash_attn.layers.rotary import apply_rotary_emb
 
 __all__ = [
     "_flash_attn_backward",
@@ -235,11 +241,23 @@ def _flash_attn_forward(
         qv=qv, cu_seqlens_k_new=None if k_new is None else cu_seqlens_k_new,
         seqused_q=seqused_q if cu_seqlens_q is None else None,
         rotary_seqlens=seqlens_rotary if rotates_elsewhere else None,
-        attention_chunk=attention_chunk or None,
     )
     _numbers.integer("num_splits", num_splits)
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    chunk = _numbers.integer("attention_chunk", attention_chunk)
+    if chunk < 0:
+        raise ValueError(f"attention_chunk must be at least 0, got {chunk}")
+    chunk = min(chunk, torch.iinfo(torch.int32).max)
     window = _window(window_size, window_size_left, window_size_right)
+    each: Any = q_descale, k_descale, v_descale
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "causal": causal, "window_size": window, "softcap": softcap,
+        "s_aux": s_aux, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+    }
+    numbers = 0.0, softmax_scale, causal, *window, softcap
+
+    def checked() -> tuple[_arguments.Options, None, Tensor | None]:
+        return _arguments.options(*numbers, deterministic), None, s_aux
+
     if out is not None and out_ is not None:
         raise ValueError("out and out_ are two names of one argument: give one")
     out_ = out_ if out is None else out
@@ -249,13 +267,35 @@ def _flash_attn_forward(
     in_cache = cu_seqlens_k is None and any(
         x is not None for x in (*of_cache, rotary_cos, rotary_sin)
     )
-    if in_cache and cu_seqlens_q is None:
-        out, lse = flash_attn.flash_attn_with_kvcache(
-            q, k, v, k_new, v_new, rotary_cos, rotary_sin, seqused_k, kv_batch_idx, leftpad_k,
-            page_table, softmax_scale, causal, window, softcap, rotary_interleaved, None,
-            num_splits, True, s_aux=s_aux, **descales, out=out_,
-        )
-    elif cu_seqlens_q is not None:
+    cache: dict[str, Any] = {
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": seqused_k,
+        "cache_batch_idx": kv_batch_idx, "cache_leftpad": leftpad_k, "block_table": page_table,
+        "rotary_interleaved": rotary_interleaved,
+    }
+    if chunk > 0 and cu_seqlens_q is None:
+        packed = None
+        if not in_cache:
+            _arguments.dense(q, k, v, *checked(), each)
+            packed = _as_packed(q, k, v)
+        else:
+            problem, append = _arguments.with_kvcache(
+                q, k, v, k_new, v_new, *checked(), **cache, descales=each
+            )
+            in_use = _used_with_new(problem, append)
+            if q.shape[1] == 1:
+                cache["cache_leftpad"] = last_chunk(chunk, in_use, leftpad_k)
+            else:
+                if append is not None:
+                    q = _append(q, k, v, append, cache)
+                packed = _cache_as_packed(q, k, v, in_use, cache)
+        if packed is not None:
+            out, lse, *empty = _flash_attn_forward(
+                **packed, **options, attention_chunk=chunk, deterministic=deterministic
+            )
+            rows = q.shape[:2]
+            out, lse = out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1).contiguous()
+            return out if out_ is None else _written("out", out_, out), lse, *empty
+    if cu_seqlens_q is not None:
         _refuse(
             k_new=k_new, v_new=v_new, kv_batch_idx=kv_batch_idx, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
@@ -266,64 +306,86 @@ def _flash_attn_forward(
             )
         used, to = None, out_
         if seqused_q is not None:
-            used, to = _UsedRows("seqused_q", q, cu_seqlens_q, seqused_q), None
+            used, to = UsedRows("seqused_q", q, cu_seqlens_q, seqused_q), None
             q, cu_seqlens_q = used.first(q), used.cu_seqlens
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        keys = {"block_table": page_table, "leftpad_k": leftpad_k, "seqused_k": seqused_k}
+        if chunk > 0:
+            problem = _arguments.varlen(q, k, v, *lengths, *checked(), each, **keys)
+            pieces, lengths, keys = in_chunks(chunk, problem)
+            each = [None if x is None else x.repeat_interleave(pieces, 0) for x in each]
         out, lse, *_ = _ops.flash_attn_varlen_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
-            causal, *window, softcap, None, False, page_table, leftpad_k, seqused_k, False, 0,
-            s_aux, deterministic, *descales.values(), 0, None, to,
+            q, k, v, *lengths, *numbers, None, False, *keys.values(), False, 0, s_aux,
+            deterministic, *each, 0, None, to,
         )
         if used is not None:
             out, lse = used.back(out), used.back(lse, 1)
             out = out if out_ is None else _written("out", out_, out)
+    elif in_cache:
+        out, lse = flash_attn.flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, **options, **cache, num_splits=num_splits,
+            return_softmax_lse=True, out=out_,
+        )
     else:
         out, lse, _ = flash_attn.flash_attn_func(
-            q, k, v, 0.0, softmax_scale, causal, window, softcap, None, deterministic, True,
-            s_aux=s_aux, **descales, out=out_,
+            q, k, v, **options, deterministic=deterministic, return_attn_probs=True, out=out_
         )
     return out, lse, lse.new_empty(0), lse.new_empty(0)
 
 
-class _UsedRows:
-    """The rows that are in use, of packed sequences with unused ones at their ends.
-
-    Attributes
-    ----------
-    cu_seqlens : Tensor
-        (batch + 1,) int32, of the rows in use.
-    """
-
-    def __init__(self, name: str, q: Tensor, cu_seqlens_q: Tensor, used: Tensor) -> None:
-        _arguments._check_tensor("q", q, q, 3)
-        _arguments._check_index("cu_seqlens_q", cu_seqlens_q, q)
-        batch = max(0, cu_seqlens_q.shape[0] - 1)  # fewer than one bound are refused later
-        _arguments._check_index(name, used, q, (batch,), "(batch,)")
-        lengths = cu_seqlens_q.diff()
-        if _arguments.is_readable(used):
-            _arguments.check_used(name, used.tolist(), "cu_seqlens_q", lengths.tolist())
-        used = torch.minimum(used, lengths).clamp(min=0)
-        self.cu_seqlens = F.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-        row = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
-        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), row, right=True)
-        place = row - F.pad(cu_seqlens_q, (0, 1))[sequence]
-        unused = (place < 0) | (place >= F.pad(used, (0, 1))[sequence])
-        self._order = unused.to(torch.uint8).argsort(stable=True)
-        self._inverse = self._order.argsort()
-
-    def first(self, x: Tensor, dim: int = 0) -> Tensor:
-        """x with the rows in use before all others; what has other rows is refused later."""
-        fits = isinstance(x, Tensor) and x.shape[dim : dim + 1] == self._order.shape
-        return _take(x, dim, self._order) if fits else x
-
-    def back(self, x: Tensor, dim: int = 0) -> Tensor:
-        """What ``first`` returned, with each row where it was."""
-        return _take(x, dim, self._inverse)
+def _as_packed(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Dense sequences as arguments of a call of packed ones."""
+    lengths = q.shape[1], k.shape[1]
+    batch = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    bounds = {seqlen: batch * seqlen for seqlen in lengths}
+    return {
+        "q": q.flatten(0, 1), "k": k.flatten(0, 1), "v": v.flatten(0, 1),
+        "cu_seqlens_q": bounds[lengths[0]], "cu_seqlens_k": bounds[lengths[1]],
+        "max_seqlen_q": lengths[0], "max_seqlen_k": lengths[1],
+    }
 
 
-def _take(x: Tensor, dim: int, rows: Tensor) -> Tensor:
-    if x.dtype == torch.float8_e4m3fn:  # PyTorch cannot index these everywhere
-        return x.view(torch.uint8).index_select(dim, rows).view(x.dtype)
-    return x.index_select(dim, rows)
+def _cache_as_packed(
+    q: Tensor, k: Tensor, v: Tensor, used: Tensor, cache: dict[str, Any]
+) -> dict[str, Any]:
+    """Dense queries and a cache likewise. A sequence that has no pages is one itself."""
+    if q.dtype != k.dtype:
+        raise NotImplementedError(
+            f"attention_chunk must be 0 where q has more rows than one and k_cache has another "
+            f"dtype, {k.dtype}, than q, {q.dtype}"
+        )
+    batch, seqlen_q = q.shape[:2]
+    index = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    table, rows = cache["block_table"], cache["cache_batch_idx"]
+    if table is None:
+        table = (index[:-1] if rows is None else rows)[:, None]
+    return {
+        "q": q.flatten(0, 1), "k": k, "v": v, "cu_seqlens_q": index * seqlen_q, "seqused_k": used,
+        "max_seqlen_q": seqlen_q, "page_table": table, "leftpad_k": cache["cache_leftpad"],
+    }
+
+
+def _used_with_new(problem: _arguments.Attention, append: _arguments.CacheAppend | None) -> Tensor:
+    """(batch,) int32: how many rows of a cache are in use behind an append."""
+    used, rows = problem.seqused_k, problem.max_seqlen_k
+    if used is None:
+        return torch.full((problem.batch,), rows, dtype=torch.int32, device=problem.q.device)
+    return used if append is None else torch.where(used < 0, used, used + append.k.shape[1])
+
+
+def _append(
+    q: Tensor, k: Tensor, v: Tensor, append: _arguments.CacheAppend, cache: dict[str, Any]
+) -> Tensor:
+    """Append to the cache; return q, rotated."""
+    least = q[:, :1]  # an append has an attention behind it
+    flash_attn.flash_attn_with_kvcache(
+        least, k, v, append.k, append.v, **cache, window_size=(0, 0)
+    )
+    if append.rotary_cos is None or append.rotary_sin is None:
+        return q
+    tables = append.rotary_cos, append.rotary_sin
+    places = append.cache_seqlens.clamp(min=0)
+    return apply_rotary_emb(q, *tables, append.rotary_interleaved, seqlen_offsets=places)
 
 
 def _cache_as_varlen(
@@ -386,7 +448,7 @@ def _flash_attn_backward(
     else:
         used = None
         if sequed_q is not None:
-            used = _UsedRows("sequed_q", q, cu_seqlens_q, sequed_q)
+            used = UsedRows("sequed_q", q, cu_seqlens_q, sequed_q)
             cu_seqlens_q, first = used.cu_seqlens, torch.empty_like(q)
             of_queries = used.first(dout), used.first(q), k, v, used.first(out)
             tensors = *of_queries, used.first(softmax_lse, 1), first, dk, dv

@@ -99,6 +99,7 @@ class Attention:
     softmax_scale: float | None = None
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
+    chunk: int = 0  # queries see the keys of their own chunk of so many positions; 0: all
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
@@ -167,6 +168,8 @@ class Attention:
             visible &= offset <= right
         if left >= 0:
             visible &= offset >= -left
+        if self.chunk > 0:
+            visible &= columns // self.chunk == (columns - offset) // self.chunk
         scores = scores.masked_fill(~visible, float("-inf"))
         if self.s_aux is not None:
             sinks = self.s_aux.to(q.dtype)[:, None, None].expand(nheads, sq, 1)
@@ -279,8 +282,9 @@ class Decode:
 
     def query_positions(self, length: int) -> list[int]:
         """Successive queries are successive tokens if masked; unmasked, all are the next token."""
-        masked = self.attention.causal or self.attention.window_size != (-1, -1)
-        return [length + i * masked for i in range(self.attention.q.shape[1])]
+        a = self.attention
+        masked = a.causal or a.window_size != (-1, -1) or a.chunk > 0
+        return [length + i * masked for i in range(a.q.shape[1])]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -36,7 +36,12 @@ import flash_attn
 
 device = device_fixture("cpu-tiled", "cuda-default")
 
-MODULES = ("flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface")
+MODULES = (
+    "flash_attn_interface",
+    "flash_attn_3",
+    "flash_attn_3._packed",
+    "flash_attn_3.flash_attn_interface",
+)
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +266,141 @@ def test_lengths_of_queries_in_part(fa3):
         fa3._flash_attn_backward(q[:4], q, q, q, q, lse, **lengths)
     with pytest.raises(ValueError, match="dq must have shape"):
         fa3._flash_attn_backward(q, q, q, q, q, lse, **lengths, dq=q[:4].clone())
+
+
+CHUNKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (5, 3), "softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 24, 2**40])
+@pytest.mark.parametrize("options", CHUNKS)
+def test_chunks(fa3, device, options, chunk):
+    """attention_chunk of dense and packed sequences, with queries before the first key too."""
+    given = CHUNKS[options]
+    of_all = {"dtype": torch.bfloat16, "device": device, "chunk": chunk}
+    for seqlens in ((40, 40), (13, 43), (43, 13)):
+        problem = dense(2, *seqlens, 4, 2, 32, 64, **of_all, **given)
+        check(problem, fa3.flash_attn_func, attention_chunk=chunk, **given)
+    problem = varlen([9, 0, 30, 40], [12, 5, 30, 21], 4, 2, 32, slack=0, **of_all, **given)
+    layout = layout_of(problem)
+    check(problem, fa3.flash_attn_varlen_func, *layout, attention_chunk=chunk, **given)
+    bounds, _, longest, _ = layout
+    k, v = (x[: len(problem.q)] for x in randn(2, 80, 2, 32, dtype=torch.bfloat16, device=device))
+    problem = replace(problem, k=k, v=v, storage=Storage(cu_seqlens=bounds))
+    given = {"attention_chunk": chunk, **given}
+    check(problem, fa3.flash_attn_varlen_func, bounds, bounds, longest, longest, **given)
+
+
+def test_chunks_of_keys_in_part(fa3, device):
+    problem = varlen(
+        [9, 30], [12, 40], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0, chunk=8
+    )
+    used = int32([7, 33], device)
+    problem.k[7:12] = problem.v[7:12] = NAN
+    problem = replace(problem, storage=replace(problem.storage, seqused=used), causal=True)
+    given = {"seqused_k": used, "attention_chunk": 8, "causal": True}
+    call = functools.partial(fa3.flash_attn_varlen_func, **given)
+    check(problem, lambda *args, **more: call(*args, **more), *layout_of(problem))
+
+
+@pytest.mark.parametrize("keys", ["rows", "some rows", "pages"])
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+@pytest.mark.parametrize("leftpad", [False, True])
+def test_chunks_of_a_cache(fa3, device, keys, rotary, seqlen_q, leftpad):
+    """With an append, sequences of one key and a sequence that is not there."""
+    chunk, capacity, page_size, new = 8, 40, 10, 3
+    lengths = int32([0, 21, 12, -1], device)
+    problem = dense(4, seqlen_q, capacity, 4, 2, dtype=torch.bfloat16, device=device, chunk=chunk)
+    table = random_pages(4, capacity // page_size, device) if keys == "pages" else None
+    rows = int32([5, 1, 0, 3], device) if keys == "some rows" else None
+    if keys != "rows":
+        shape = (6, capacity) if table is None else (table.numel() + 2, page_size)
+        problem.k, problem.v = randn(2, *shape, 2, 32, dtype=torch.bfloat16, device=device)
+    first = int32([0, 3, 1, 0], device) if leftpad else None
+    storage = Storage(block_table=table, cache_batch_idx=rows, leftpad=first)
+    case = Decode(replace(problem, storage=storage, causal=True), lengths)
+    case.k_new, case.v_new = randn(2, 4, new, 2, 32, dtype=torch.bfloat16, device=device)
+    if rotary:
+        angles = torch.rand(capacity + 5, 16, device=device)
+        case.rotary_cos, case.rotary_sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    expected = copy.deepcopy(case)
+    given = torch.empty_like(problem.q)
+    out, lse, *_ = fa3._flash_attn_forward(
+        problem.q,
+        problem.k,
+        problem.v,
+        case.k_new,
+        case.v_new,
+        seqused_k=lengths,
+        page_table=table,
+        kv_batch_idx=rows,
+        leftpad_k=first,
+        rotary_cos=case.rotary_cos,
+        rotary_sin=case.rotary_sin,
+        seqlens_rotary=lengths,
+        causal=True,
+        attention_chunk=chunk,
+        out_=given,
+    )
+    assert out is given
+    assert_matches_oracle({"out": out, "lse": lse}, expected)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("leftpad", [False, True])
+def test_chunks_of_a_cache_with_packed_queries(fa3, device, paged, leftpad):
+    used, capacity, page_size = int32([9, 24, 5], device), 24, 8
+    problem = varlen([4, 10, 7], [1, 1, 1], 4, 2, 32, dtype=torch.bfloat16, device=device, slack=0)
+    table = random_pages(3, capacity // page_size, device) if paged else None
+    shape = (table.numel() + 2, page_size) if paged else (3, capacity)
+    k, v = randn(2, *shape, 2, 32, dtype=torch.bfloat16, device=device)
+    first = int32([2, 0, 1], device) if leftpad else None
+    storage = Storage(seqused=used, leftpad=first, block_table=table)
+    problem = replace(problem, k=k, v=v, causal=True, chunk=5, storage=storage)
+    out, lse, *_ = fa3.flash_attn_with_kvcache(
+        problem.q,
+        k,
+        v,
+        cache_seqlens=used,
+        cache_leftpad=first,
+        page_table=table,
+        cu_seqlens_q=problem.cu_seqlens_q,
+        max_seqlen_q=10,
+        causal=True,
+        attention_chunk=5,
+        return_softmax_lse=True,
+    )
+    assert_matches_oracle({"out": out, "lse": lse}, problem)
+
+
+@since_torch(2, 11, "the compiler takes named tuples like Options")
+def test_chunks_compiled(fa3):
+    q, cache = torch.randn(2, 6, 2, 8), torch.randn(2, 20, 2, 8)
+    lengths = int32([13, 20])
+
+    def step(q: Tensor) -> Tensor:
+        out = fa3.flash_attn_func(q, q, q, attention_chunk=4)
+        return out + fa3.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths, attention_chunk=4
+        )
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), step(q))
+
+
+def test_chunks_in_fp8(fa3, device):
+    """Each chunk of a sequence has the descales of the sequence."""
+    q, k, v = (torch.randn(2, 20, n, 64, device=device).to(torch.float8_e4m3fn) for n in (4, 2, 2))
+    descales = torch.rand(3, 2, 2, device=device) + 0.5
+    scaled = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    out = fa3.flash_attn_func(q, k, v, causal=True, attention_chunk=10, **scaled)
+    for rows in (slice(0, 10), slice(10, 20)):
+        expected = fa3.flash_attn_func(q[:, rows], k[:, rows], v[:, rows], causal=True, **scaled)
+        torch.testing.assert_close(out[:, rows], expected, atol=0.02, rtol=0.02)
 
 
 def test_fp8(fa3, device):
@@ -549,9 +689,21 @@ def test_kvcache_with_packed_queries_compiled(fa3):
     [
         (NotImplementedError, "qv", lambda m, x: m.flash_attn_func(x, x, x, qv=x)),
         (
-            NotImplementedError,
+            ValueError,
             "attention_chunk",
-            lambda m, x: m.flash_attn_func(x, x, x, attention_chunk=4),
+            lambda m, x: m.flash_attn_func(x, x, x, attention_chunk=-1),
+        ),
+        (
+            TypeError,
+            "attention_chunk",
+            lambda m, x: m.flash_attn_func(x, x, x, attention_chunk=4.0),
+        ),
+        (
+            NotImplementedError,
+            "attention_chunk must be 0 where",
+            lambda m, x: m.flash_attn_with_kvcache(
+                x, *[x.to(torch.float8_e4m3fn)] * 2, cache_seqlens=3, attention_chunk=4
+            ),
         ),
         (ValueError, "q_descale", lambda m, x: m.flash_attn_func(x, x, x, q_descale=x)),
         (ValueError, "k_descale", lambda m, x: m.flash_attn_func(x, x, x, k_descale=x)),
