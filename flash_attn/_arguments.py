@@ -312,6 +312,7 @@ def varlen(
     block_table: Any = None,
 ) -> Attention:
     """Check q (total_q, nheads, headdim) and k, v (total_k, nheads_kv, headdim) or pages."""
+    check_optional_tensors(block_table=block_table)
     q, k, v, sizes = check_qkv(q, k, v, rank_q=3, rank_k=3 if block_table is None else 4)
     _check_index("cu_seqlens_q", cu_seqlens_q, q)
     if _is_below_zero(cu_seqlens_q.shape[0] - 1):
@@ -469,11 +470,7 @@ def _check_like_output(name: str, given: Any, like: Tensor, shape: tuple[int, ..
 
 def check_writable(name: str, x: Tensor) -> None:
     """Refuse what PyTorch or a kernel could not write to: before anything is written."""
-    # Strides first: sizes may be symbols of which nothing is known.
-    places = zip(x.shape, x.stride(), strict=True)
-    expanded = any(type(stride) is int and stride == 0 and n > 1 for n, stride in places)
-    if expanded and x.numel() > 0:
-        raise ValueError(f"{name} is written to and must not be expanded, got strides {x.stride()}")
+    check_not_expanded(name, x)
     check_no_leaf(name, x)
     if torch.compiler.is_compiling():  # which does not trace is_inference
         return
@@ -481,6 +478,14 @@ def check_writable(name: str, x: Tensor) -> None:
         raise ValueError(
             f"{name} is written to and was made in torch.inference_mode: call in it, too"
         )
+
+
+def check_not_expanded(name: str, x: Tensor) -> None:
+    # Strides first: sizes may be symbols of which nothing is known.
+    places = zip(x.shape, x.stride(), strict=True)
+    expanded = any(type(stride) is int and stride == 0 and n > 1 for n, stride in places)
+    if expanded and x.numel() > 0:
+        raise ValueError(f"{name} is written to and must not be expanded, got strides {x.stride()}")
 
 
 def check_no_leaf(name: str, x: Any) -> None:
@@ -548,10 +553,15 @@ def _no_tensor(name: str, value: Any) -> TypeError:
 
 
 def check_tensors(**values: Any) -> None:
-    """Raise TypeError unless all of these, by name, are tensors or None."""
+    """Raise TypeError unless all of these, by name, are tensors."""
     for name, value in values.items():
-        if value is not None and not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             raise _no_tensor(name, value)
+
+
+def check_optional_tensors(**values: Any) -> None:
+    """The same of tensors or None."""
+    check_tensors(**{name: value for name, value in values.items() if value is not None})
 
 
 def _check_tensor(
@@ -756,6 +766,9 @@ def check_per_head(q: Tensor, batch: int, alibi_slopes: Any, s_aux: Any) -> None
     if alibi_slopes is None and s_aux is None:
         return
     nheads = q.shape[-2]
+    for name, tensor in (("alibi_slopes", alibi_slopes), ("s_aux", s_aux)):
+        if isinstance(tensor, Tensor):
+            check_strided(name, tensor)
     if alibi_slopes is not None:
         if not isinstance(alibi_slopes, Tensor) or alibi_slopes.dtype != torch.float32:
             raise TypeError(
@@ -772,10 +785,7 @@ def check_per_head(q: Tensor, batch: int, alibi_slopes: Any, s_aux: Any) -> None
         if tuple(s_aux.shape) != (nheads,):
             raise ValueError(f"s_aux must have shape (nheads,) = {(nheads,)}, got {_shape(s_aux)}")
     for name, tensor in (("alibi_slopes", alibi_slopes), ("s_aux", s_aux)):
-        if tensor is None:
-            continue
-        check_strided(name, tensor)
-        if tensor.device != q.device:
+        if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
 
 

@@ -78,6 +78,15 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def refuse_transforms() -> None:
+    """Raise in torch.func's transforms, of which a Function that writes to memory has none."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "this function of flash_attn has no torch.func transforms: use PyTorch's of the same "
+            "meaning"
+        )
+
+
 def returned(*results: Tensor | None) -> Any:
     """What a Function's forward returns, in compiled code too.
 

@@ -9,10 +9,16 @@ from torch import Tensor
 from torch._C._autograd import CreationMeta, _get_creation_meta
 
 from flash_attn import _backends, _ops
-from flash_attn._arguments import _kind, check_longest, is_readable, lengths_of
+from flash_attn._arguments import (
+    _kind,
+    check_longest,
+    check_not_expanded,
+    is_readable,
+    lengths_of,
+)
 from flash_attn._backends import Remember, cuda
 from flash_attn._backends.rotary import rotate
-from flash_attn._numbers import integer
+from flash_attn._numbers import flag, integer
 
 
 def apply_rotary(
@@ -63,6 +69,7 @@ def apply_rotary(
     Offsets and ``cu_seqlens`` on the CPU are read and checked. Elsewhere, as reading them would
     wait for the device, positions outside the table are clamped into it.
     """
+    interleaved, inplace = flag("interleaved", interleaved), flag("inplace", inplace)
     tables = (cos, sin)
     rest = (*tables, seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
     if isinstance(x, Tensor) and x.is_cuda and not _ops.is_seen((x, *rest)):
@@ -79,6 +86,8 @@ def apply_rotary(
                     return _Turn.apply(x, *rest, conjugate)
                 return in_place(x, (), lambda x: x.copy_(_Turn.apply(x, *rest, conjugate)))
     seqlen_offsets = check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    if inplace:
+        check_not_expanded("x", x)
     if cu_seqlens is not None:
         cos, sin = _gather_packed(x.shape[0], cos, sin, seqlen_offsets, cu_seqlens)
     elif isinstance(seqlen_offsets, Tensor):
@@ -115,6 +124,8 @@ def _rotate_by_kernel(
 ) -> tuple[Tensor, ...] | None:
     """Return the rotated tensor, none of them if ``inplace``; None: no kernel takes this."""
     offsets = check_arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    if inplace:
+        check_not_expanded("x", x)
     if not _backends.rotates(x, cos, sin, cu_seqlens):
         return None
     return _backends.rotate(
@@ -204,7 +215,10 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         # Both are the same memory; x.data has a version counter of its own.
-        return x.data if _origin(x) == CreationMeta.MULTI_OUTPUT_NODE else x.detach()
+        if _origin(x) != CreationMeta.MULTI_OUTPUT_NODE:
+            return x.detach()
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass would have a view of it
+            return x.data
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

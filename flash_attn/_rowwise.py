@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn._arguments import check_tensors
+from flash_attn._arguments import check_optional_tensors, check_tensors
 
 Sums = tuple[Tensor | None, ...]
 
@@ -40,8 +40,8 @@ def rowwise(function: Callable[..., Sums]) -> Callable[..., Sums]:
         rows: Sequence[Any], columns: Sequence[Tensor | None] = (), options: Sequence[Any] = ()
     ) -> Sums:
         nonlocal compiles
-        if torch.compiler.is_compiling():  # the caller's own torch.compile
-            return function(rows, columns, options)
+        if torch.compiler.is_compiling() or any(map(_is_special, (*rows, *columns))):
+            return function(rows, columns, options)  # in the caller's own torch.compile
         if compiles and _has_compiler(rows[0].device.type):
             try:
                 run = compiled(*map(_kind, (*rows, *columns, *options)))
@@ -68,6 +68,11 @@ def rowwise(function: Callable[..., Sums]) -> Callable[..., Sums]:
 def _has_compiler(device_type: str) -> bool:
     disabled = os.environ.get("TORCH_COMPILE_DISABLE") == "1"  # PyTorch's own switch
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None and not disabled
+
+
+def _is_special(x: Any) -> bool:
+    """Whether it is a tensor of which a slice may be a copy, as that of a DTensor."""
+    return isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter)
 
 
 def _kind(x: Any) -> Any:
@@ -98,7 +103,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def check_like(x: Tensor, shape: torch.Size, **tensors: Tensor | None) -> None:
     """Raise unless these are tensors, or None, that have this shape and are where ``x`` is."""
-    check_tensors(x=x, **tensors)
+    check_tensors(x=x)
+    check_optional_tensors(**tensors)
     for name, t in tensors.items():
         if t is not None and (t.shape != shape or t.device != x.device):
             raise ValueError(

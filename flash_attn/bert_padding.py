@@ -77,7 +77,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
             f"values must have one row for each of the {indices.shape[0]} indices, "
             f"got shape {tuple(values.shape)}"
         )
-    zeros = values.new_zeros((first_axis_dim, *values.shape[1:]))
+    rows = _count("first_axis_dim", first_axis_dim)
+    zeros = values.new_zeros((rows, *values.shape[1:]))
     return zeros.index_copy(0, indices.long(), values)
 
 
@@ -214,7 +215,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         (batch, seqlen, ...), zero where there is padding.
     """
     check_tensors(hidden_states=hidden_states)
-    batch, seqlen = integer("batch", batch), integer("seqlen", seqlen)
+    batch, seqlen = _count("batch", batch), _count("seqlen", seqlen)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.unflatten(0, (batch, seqlen))
 
@@ -225,6 +226,13 @@ def _cumulative(seqlens: Tensor) -> Tensor:
 
 def _max(seqlens: Tensor) -> int:
     return int(seqlens.max()) if seqlens.numel() else 0
+
+
+def _count(name: str, value: int) -> int:
+    count = integer(name, value)
+    if count < 0:
+        raise ValueError(f"{name} must be at least 0, got {count}")
+    return count
 
 
 def _check_indices(indices: Tensor) -> None:

@@ -59,7 +59,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn import _flash_attn_2, _ops
+from flash_attn import _arguments, _flash_attn_2, _numbers, _ops
 
 _WINDOW = (-1, -1)
 
@@ -103,6 +103,7 @@ def flash_attn_func(
         are rounded up to 128.
     """
     left, right = read_window(window_size)
+    return_attn_probs = _numbers.flag("return_attn_probs", return_attn_probs)
     result = _ops.flash_attn_forward(
         q,
         k,
@@ -255,6 +256,7 @@ def flash_attn_varlen_func(
         Lengths are rounded up to 128.
     """
     left, right = read_window(window_size)
+    return_attn_probs = _numbers.flag("return_attn_probs", return_attn_probs)
     result = _ops.flash_attn_varlen_forward(
         q,
         k,
@@ -456,6 +458,7 @@ def flash_attn_with_kvcache(
     softmax_lse : (batch, nheads, seqlen_q), with return_softmax_lse
     """
     left, right = read_window(window_size)
+    return_softmax_lse = _numbers.flag("return_softmax_lse", return_softmax_lse)
     result = _ops.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -547,6 +550,7 @@ def _unpack(name: str, packed: Any, rank: int, count: int) -> tuple[Tensor, ...]
     """Split (..., count, nheads, headdim) into views."""
     if not isinstance(packed, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(packed).__name__}")
+    _arguments.check_strided(name, packed)
     if packed.dim() != rank or packed.shape[-3] != count:
         raise ValueError(
             f"{name} must have {rank} dimensions, the third last of size {count}, "

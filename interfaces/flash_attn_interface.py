@@ -50,6 +50,7 @@ def flash_attn_func(
 ) -> Any:
     """Attention over sequences of equal length: out, or (out, softmax_lse)."""
     left, right = _fa2.read_window(window_size)
+    return_attn_probs = _numbers.flag("return_attn_probs", return_attn_probs)
     result = _flash_attn_forward(
         q, k, v, None, None, qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         softmax_scale=softmax_scale, causal=causal, window_size_left=left,
@@ -105,6 +106,7 @@ def flash_attn_varlen_func(
     use. Other queries get zeros and a log-sum-exp of -inf. With seqused_q, q and out are copied.
     """
     left, right = _fa2.read_window(window_size)
+    return_attn_probs = _numbers.flag("return_attn_probs", return_attn_probs)
     result = _flash_attn_forward(
         q, k, v, None, None, qv, None, cu_seqlens_q, cu_seqlens_k, None, seqused_q, seqused_k,
         max_seqlen_q, max_seqlen_k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
@@ -135,6 +137,7 @@ def flash_attn_with_kvcache(
     appended then, and a cache that has no page_table and is not contiguous is copied.
     """
     left, right = _fa2.read_window(window_size)
+    return_softmax_lse = _numbers.flag("return_softmax_lse", return_softmax_lse)
     if cache_seqlens is None and k is None and page_table is None:
         if isinstance(k_cache, Tensor) and k_cache.dim() == 4:  # other tensors are refused below
             cache_seqlens = k_cache.shape[1]  # all of it

@@ -122,12 +122,15 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"causal": torch.tensor(1.0)}, TypeError, ["causal", "float32"]),
         ({"causal": torch.ones(2).bool()}, TypeError, ["causal", "(2,)"]),
         ({"deterministic": "no"}, TypeError, ["deterministic", "str"]),
+        ({"return_attn_probs": "no"}, TypeError, ["return_attn_probs", "str"]),
+        ({"return_attn_probs": torch.ones(2)}, TypeError, ["return_attn_probs", "(2,)"]),
         ({"window_size": (True, 2)}, TypeError, ["window_size", "bool"]),
         ({"window_size": torch.tensor([1.5, 2])}, TypeError, ["window_size", "float32"]),
         ({"window_size": torch.ones(2, 2).int()}, TypeError, ["window_size", "(2,)"]),
         ({"window_size": 5}, (TypeError, ValueError), ["window_size", "5"]),
         ({"window_size": (1, 2, 3)}, ValueError, ["window_size", "(1, 2, 3)"]),
         ({"window_size": (1.5, 2)}, TypeError, ["window_size", "1.5"]),
+        ({"s_aux": nested(torch.strided)}, TypeError, ["s_aux", "torch.strided", "nested"]),
         ({"alibi_slopes": [1.0] * 4}, TypeError, ["alibi_slopes", "list"]),
         ({"alibi_slopes": randn(4).half()}, TypeError, ["alibi_slopes", "float16", "float32"]),
         ({"alibi_slopes": randn(3)}, ValueError, ["alibi_slopes", "(3,)", "(4,)", "(2, 4)"]),
@@ -325,6 +328,7 @@ CASES: dict[str, list[tuple[Arguments, type[Exception], list[str]]]] = {
         ({"rotary_cos": COS.half(), "rotary_sin": COS}, TypeError, ["rotary_cos", "float16"]),
         ({"num_splits": -1}, ValueError, ["num_splits", "-1"]),
         ({"num_splits": 1.0}, TypeError, ["num_splits", "float"]),
+        ({"return_softmax_lse": "no"}, TypeError, ["return_softmax_lse", "str"]),
         ({"rotary_interleaved": "no"} | ROTARY, TypeError, ["rotary_interleaved", "str"]),
     ],
 }
@@ -589,3 +593,10 @@ def test_bad_backward_arguments(words, change):
     with pytest.raises((TypeError, ValueError)) as error:
         _flash_attn_backward(**arguments | change)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_packed_tensors_without_strides():
+    tensors = [randn(n, 3, 2, 8) for n in (5, 4)]
+    qkv = torch.nested.nested_tensor(tensors, layout=torch.jagged)
+    with pytest.raises(TypeError, match="qkv must be a dense tensor .* got a nested tensor"):
+        flash_attn.flash_attn_qkvpacked_func(qkv)

@@ -6,7 +6,7 @@ last place of its largest element. (In float64, plain PyTorch is as far from exa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn import _rowwise
 from flash_attn.ops import layer_norm, rms_norm
+from flash_attn.ops.activations import bias_gelu_impl, swiglu
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn, rms_norm_fn
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -124,6 +126,19 @@ def test_results_and_gradients(
     assert all(y.dtype == x.dtype for y in results[:-1])
     assert results[-1].dtype == (x.dtype if residual is None else residual.dtype)
     check(results, tensors, [mask, mask1], p, rms)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 1), (1, 2, 3), (3, 2)])
+def test_shapes_of_rowscale(shape: tuple[int, ...]) -> None:
+    x, scale = torch.randn(2, 3, 4), torch.rand(2, 3)
+    if shape == (3, 2):
+        with pytest.raises(ValueError, match="rowscale must have shape"):
+            layer_norm_fn(x, None, None, rowscale=scale.view(shape))
+        return
+    expected = layer_norm_fn(x, None, None, rowscale=scale)
+    assert torch.equal(layer_norm_fn(x, None, None, rowscale=scale.view(shape)), expected)
+    flat = layer_norm_fn(x.view(6, 4), None, None, rowscale=scale)
+    assert torch.equal(flat, expected.view(6, 4))
 
 
 def test_rowscale_is_no_rounding() -> None:
@@ -395,6 +410,26 @@ def test_whole_numbers_are_refused() -> None:
         layer_norm_fn(x.long(), None, None)
     with pytest.raises(TypeError, match=r"out_dtype must be .*got torch\.int32"):
         layer_norm_fn(x, None, None, out_dtype=torch.int32)
+    with pytest.raises(TypeError, match="out_dtype must be a torch.dtype, got str"):
+        layer_norm_fn(x, None, None, out_dtype="float16")
+    with pytest.raises(TypeError, match="x must be a torch.Tensor, got NoneType"):
+        layer_norm_fn(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: rms_norm_fn(x, None, None),
+        lambda x: cross_entropy_loss(x, torch.zeros(3).long())[0],
+        lambda x: swiglu(x, x),
+        lambda x: bias_gelu_impl(x, x[0]),
+    ],
+)
+def test_transforms_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(2, 3, 4)
+    for transformed in (torch.func.vmap(function), torch.func.grad(lambda x: function(x[0]).sum())):
+        with pytest.raises(NotImplementedError, match="no torch.func transforms"):
+            transformed(x)
 
 
 @pytest.mark.parametrize(
@@ -408,6 +443,8 @@ def test_whole_numbers_are_refused() -> None:
         ({"rowscale": torch.ones(3)}, r"rowscale must have shape \(2,\)"),
         ({"bias1": torch.ones(4)}, "weight1 must be given with bias1"),
         ({"out": torch.ones(4, 2).t()}, "out must be contiguous"),
+        ({"eps": float("nan")}, "eps must be at least 0 and finite, got nan"),
+        ({"eps": -1e-6}, "eps must be at least 0 and finite, got -1e-06"),
         ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
     ],
 )

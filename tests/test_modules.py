@@ -516,6 +516,13 @@ def test_alibi_slopes():
             "room for 1 sequences",
             lambda x, p: MHA(DIM, HEADS, layer_idx=0)(x, inference_params=generation(batch=1)),
         ),
+        (
+            ValueError,
+            "rotary_emb_dim must be at least 0",
+            lambda x, p: MHA(8, 2, rotary_emb_dim=-2),
+        ),
+        (ValueError, "window_size", lambda x, p: MHA(DIM, HEADS, window_size=5)),
+        (TypeError, "alibi_slopes", lambda x, p: FlashSelfAttention(alibi_slopes=[0.5, 0.25])),
         (ValueError, "nheads", lambda x, p: get_alibi_slopes(0)),
         (ValueError, "activation", lambda x, p: FusedMLP(8, activation="silu")),
         (ValueError, "checkpoint_lvl", lambda x, p: FusedMLP(8, checkpoint_lvl=3)),
@@ -524,6 +531,27 @@ def test_alibi_slopes():
 def test_errors(error, message, call):
     with pytest.raises(error, match=message):
         call(torch.randn(2, 4, DIM), generation())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_made_on_meta(nested):
+    """What no state_dict holds is computed when the module gets memory, whatever lies there."""
+
+    def make() -> MHA:
+        options = {"rotary_emb_dim": 4, "rotary_emb_scale_base": 4.0}
+        return MHA(DIM, HEADS, use_alibi=True, use_flash_attn=True, **options)
+
+    source, x = make(), torch.randn(2, 5, DIM)
+    with torch.device("meta"):
+        module = make()
+        owner = torch.nn.Sequential(module) if nested else module
+    owner.to_empty(device="cpu")
+    module.load_state_dict(source.state_dict())
+    torch.testing.assert_close(module(x), source(x), rtol=0.0, atol=0.0)
+
+    slopes = torch.ones(HEADS, device="meta")
+    alone = FlashSelfAttention(alibi_slopes=slopes).to_empty(device="cpu")
+    assert alone.alibi_slopes.isnan().all()  # nobody knows them
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1034,6 +1035,74 @@ def test_bad_input(call, error, message) -> None:
         call()
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "interleaved", lambda x, c: apply_rotary_emb(x, c, c, interleaved="no")),
+        (TypeError, "inplace", lambda x, c: apply_rotary_emb(x, c, c, inplace=1.5)),
+        (TypeError, "interleaved", lambda x, c: RotaryEmbedding(8, interleaved="no")),
+        (TypeError, "pos_idx_in_fp32", lambda x, c: RotaryEmbedding(8, pos_idx_in_fp32="no")),
+        (TypeError, "qkv must be a torch.Tensor", lambda x, c: RotaryEmbedding(8)(None)),
+        (TypeError, "qkv must be a torch.Tensor", lambda x, c: apply_rotary_emb_qkv_(None, c, c)),
+        (TypeError, "kv must be a torch.Tensor", lambda x, c: apply_rotary_emb_kv_([x], c, c)),
+        (
+            TypeError,
+            "cos must",
+            lambda x, c: apply_rotary_emb_kv_(torch.stack((x, x), 2), c.numpy(), c),
+        ),
+        (
+            ValueError,
+            "x is written to and must not be expanded",
+            lambda x, c: apply_rotary_emb(x[:1].expand(2, 5, 2, 8), c, c, inplace=True),
+        ),
+    ],
+)
+def test_bad_arguments(error, message, call) -> None:
+    x, cos = torch.randn(2, 5, 2, 8), torch.ones(5, 4)
+    with pytest.raises(error, match=message):
+        call(x, cos)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_expanded_in_place_on_a_gpu(with_gradient) -> None:
+    x = torch.randn(1, 5, 2, 8, device="cuda", requires_grad=with_gradient) * 1
+    cos = torch.ones(5, 4, device="cuda")
+    with pytest.raises((ValueError, RuntimeError), match="expanded|more than one element"):
+        apply_rotary_emb(x.expand(3, 5, 2, 8), cos, cos, inplace=True)
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_split_of_a_subclass_in_place() -> None:
+    leaf = torch.randn(2, 5, 6, 8, requires_grad=True)
+    cos, sin = torch.randn(2, 5, 4)
+    for x in (leaf * 1).as_subclass(Subclass).split(3, 2):
+        out = apply_rotary_emb(x, cos, sin, inplace=True)
+        assert out.data_ptr() == x.data_ptr()
+        out.sum().backward(retain_graph=True)
+    expected = torch.autograd.grad(apply_rotary_emb(leaf, cos, sin).sum(), leaf)[0]
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+class Sharded(Tensor):
+    """As a DTensor says where it lies."""
+
+    placements = (SimpleNamespace(is_shard=lambda dim: dim == 2),)
+
+
+@pytest.mark.parametrize(
+    ("rotate", "packed"), [(apply_rotary_emb_qkv_, 3), (apply_rotary_emb_kv_, 2)]
+)
+def test_sharded_where_it_is_packed(rotate, packed) -> None:
+    """Slices of such a DTensor are copies."""
+    x, cos = torch.randn(2, 5, packed, 2, 8).as_subclass(Sharded), torch.ones(5, 4)
+    with pytest.raises(ValueError, match="kv must not be sharded along dimension 2"):
+        rotate(x, cos, cos)
+
+
 def test_upstream_names() -> None:
     assert apply_rotary_emb is apply_rotary_emb_func
 
@@ -1045,4 +1114,7 @@ def test_error_leaves_the_queries_as_they_were(device):
     before = qkv.clone()
     with pytest.raises(ValueError, match="cos .*\\(5, 6\\)"):
         apply_rotary_emb_qkv_(qkv, cos, -cos, torch.ones(5, 6, device=device), cos)
+    assert torch.equal(qkv, before)
+    with pytest.raises(ValueError, match="kv must have shape"):
+        RotaryEmbedding(8, device=device)(qkv[:, :, 0], qkv)
     assert torch.equal(qkv, before)

@@ -60,6 +60,23 @@ def test_chunks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths == {0: [0], 1: [1], 6: [3, 3], 7: [3, 3, 1]}[rows]
 
 
+class Copying(Tensor):
+    """Slices of it are copies, as those of a DTensor may be."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.clone() if func is Tensor.__getitem__ else result
+
+
+def test_slices_that_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rowwise, "_chunk_size", lambda x: 3)
+    x, out = torch.randn(7, 4), torch.full((7, 4), torch.nan)
+    total, _ = rowwise(scale_and_sum)([t.as_subclass(Copying) for t in (x, out)], *ARGUMENTS)
+    torch.testing.assert_close(total.as_subclass(Tensor), x.sum(0))
+    assert torch.equal(out, 2 * x)
+
+
 def test_chunks_of_large_rows() -> None:
     assert _rowwise._chunk_size(torch.empty(10, 2**17, device="meta")) == 2
     assert _rowwise._chunk_size(torch.empty(10, 2**20, device="meta")) == 1

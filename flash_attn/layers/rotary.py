@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flash_attn._arguments import check_tensors
 from flash_attn._backends.rotary import rotate
-from flash_attn._numbers import integer
+from flash_attn._numbers import flag, integer
 from flash_attn._ops import is_seen
 from flash_attn._rotary import apply_rotary, check_arguments, in_place, int_if_known
 
@@ -162,6 +164,7 @@ def apply_rotary_emb_qkv_(
 
 def _queries_and_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
     """Views of Q and K in a packed tensor."""
+    _check_packed("qkv", qkv)
     if qkv.ndim == 5 and qkv.shape[2] == 3:
         return qkv[:, :, 0], qkv[:, :, 1]
     if qkv.ndim != 4:
@@ -206,17 +209,31 @@ def apply_rotary_emb_kv_(
     TypeError, ValueError
         Naming the argument, what was given and what is accepted.
     """
+    check_arguments(_keys(kv), cos, sin, seqlen_offsets, None, None)
+
+    def write(kv: Tensor) -> None:
+        apply_rotary_emb(
+            _keys(kv), cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets
+        )
+
+    return in_place(kv, (cos, sin), write)
+
+
+def _keys(kv: Tensor) -> Tensor:
+    """A view of K in a packed tensor."""
+    _check_packed("kv", kv)
     if kv.ndim != 5 or kv.shape[2] != 2:
         raise ValueError(
             f"kv must have shape (batch, seqlen, 2, nheads_kv, headdim), got {tuple(kv.shape)}"
         )
+    return kv[:, :, 0]
 
-    def write(kv: Tensor) -> None:
-        apply_rotary_emb(
-            kv[:, :, 0], cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets
-        )
 
-    return in_place(kv, (cos, sin), write)
+def _check_packed(name: str, x: Tensor) -> None:
+    check_tensors(**{name: x})
+    placements = () if type(x) is Tensor else getattr(x, "placements", ())  # of a DTensor
+    if any(placement.is_shard(2) for placement in placements):  # a slice would be a copy
+        raise ValueError(f"{name} must not be sharded along dimension 2, got {placements}")
 
 
 class ApplyRotaryEmb:
@@ -291,9 +308,9 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"dim must be an even number of channels, got {dim}")
         self.dim = dim
         self.base = float(base)
-        self.interleaved = interleaved
+        self.interleaved = flag("interleaved", interleaved)
         self.scale_base = scale_base
-        self.pos_idx_in_fp32 = pos_idx_in_fp32
+        self.pos_idx_in_fp32 = flag("pos_idx_in_fp32", pos_idx_in_fp32)
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         self.register_buffer("scale", self._compute_scale(device), persistent=False)
         self._seq_len_cached = 0
@@ -301,6 +318,16 @@ class RotaryEmbedding(nn.Module):
         self._sin_cached: Tensor | None = None
         self._cos_k_cached: Tensor | None = None
         self._sin_k_cached: Tensor | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = self.inv_freq
+        super()._apply(fn, recurse)
+        if before.is_meta and not self.inv_freq.is_meta:  # to_empty: no state_dict has numbers
+            like = self.inv_freq
+            self.inv_freq = self._compute_inv_freq(like.device).to(like)
+            scale = self._compute_scale(like.device)
+            self.scale = None if scale is None else scale.to(like)
+        return self
 
     # Clients' subclasses call these two, or have their own.
 
@@ -427,6 +454,7 @@ class RotaryEmbedding(nn.Module):
         TypeError, ValueError
             Naming the argument, what was given and what is accepted.
         """
+        check_tensors(qkv=qkv)
         seqlen_offset = int_if_known("seqlen_offset", seqlen_offset)
         if max_seqlen is not None:
             seqlen = integer("max_seqlen", max_seqlen)
@@ -442,6 +470,7 @@ class RotaryEmbedding(nn.Module):
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
             )
+        check_arguments(_keys(kv), cos_k, sin_k, seqlen_offset, None, None)  # before queries change
         q = apply_rotary_emb(
             qkv, cos, sin, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn._arguments import check_optional_tensors
 from flash_attn._numbers import integer
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
@@ -16,6 +17,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    read_window,
 )
 from flash_attn.layers.rotary import RotaryEmbedding
 
@@ -100,6 +102,7 @@ class _FlashAttention(_Attention):
         deterministic: bool = False,
     ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout)
+        check_optional_tensors(alibi_slopes=alibi_slopes)
         slopes = None if alibi_slopes is None else alibi_slopes.float()
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         self.window_size = window_size
@@ -109,8 +112,12 @@ class _FlashAttention(_Attention):
         kept = self.alibi_slopes
         super()._apply(fn, recurse)
         slopes = self.alibi_slopes
-        if kept is not None and slopes is not None and not kept.is_meta:
+        if kept is None or slopes is None:
+            return self
+        if not kept.is_meta:
             self.alibi_slopes = kept.to(slopes.device)  # module.half() would round them
+        elif not slopes.is_meta:  # to_empty: no state_dict has the numbers
+            self.alibi_slopes = torch.full_like(slopes, torch.nan)
         return self
 
     def _options(self, causal: bool | None) -> dict[str, Any]:
@@ -122,6 +129,11 @@ class _FlashAttention(_Attention):
             "alibi_slopes": self.alibi_slopes,
             "deterministic": self.deterministic,
         }
+
+
+def _is_on_meta(core: _Attention) -> bool:
+    slopes = getattr(core, "alibi_slopes", None)
+    return slopes is not None and slopes.is_meta
 
 
 class FlashSelfAttention(_FlashAttention):
@@ -377,17 +389,19 @@ class MHA(nn.Module):
         self.causal = causal
         self.layer_idx = layer_idx
         self.dwconv = dwconv
-        self.rotary_emb_dim = rotary_emb_dim
+        self.rotary_emb_dim = rotary_emb_dim = integer("rotary_emb_dim", rotary_emb_dim)
         self.use_flash_attn = use_flash_attn
         self.return_residual = return_residual
         self.checkpointing = checkpointing
-        window_size = (window_size[0], window_size[1])
+        window_size = read_window(window_size)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of {num_heads} heads, got {embed_dim}")
         if num_heads % self.num_heads_kv:
             raise ValueError(f"num_heads_kv must divide {num_heads} heads, got {num_heads_kv}")
         if not use_flash_attn and (use_alibi or window_size != (-1, -1)):
             raise ValueError("use_alibi and window_size need use_flash_attn=True, got False")
+        if self.rotary_emb_dim < 0:
+            raise ValueError(f"rotary_emb_dim must be at least 0, got {rotary_emb_dim}")
         if cross_attn and rotary_emb_dim > 0:
             raise ValueError(f"rotary_emb_dim must be 0 with cross_attn, got {rotary_emb_dim}")
 
@@ -421,17 +435,25 @@ class MHA(nn.Module):
         self.inner_attn: _Attention
         self.inner_cross_attn: _Attention
         if use_flash_attn:
-            slopes = None
-            if use_alibi:
-                slopes = torch.tensor(
-                    get_alibi_slopes(num_heads), dtype=torch.float32, device=device
-                )
+            slopes = self._slopes(device) if use_alibi else None
             core |= {"window_size": window_size, "alibi_slopes": slopes}
             self.inner_attn = FlashSelfAttention(**core)
             self.inner_cross_attn = FlashCrossAttention(**core)
         else:
             self.inner_attn, self.inner_cross_attn = SelfAttention(**core), CrossAttention(**core)
         self.out_proj = nn.Linear(embed_dim, embed_dim, out_proj_bias, **factory)
+
+    def _slopes(self, device: Any) -> Tensor:
+        slopes = get_alibi_slopes(self.num_heads)
+        return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        cores = [x for x in (self.inner_attn, self.inner_cross_attn) if _is_on_meta(x)]
+        super()._apply(fn, recurse)
+        for core in cores:
+            if not _is_on_meta(core):  # to_empty
+                core.alibi_slopes = self._slopes(core.alibi_slopes.device)
+        return self
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flash_attn._arguments import check_tensors
-from flash_attn._differentiation import differentiable_once, returned
+from flash_attn._differentiation import differentiable_once, refuse_transforms, returned
 from flash_attn._rowwise import accumulation_dtype, as_rows, check_like, rowwise
 
 
@@ -56,6 +56,8 @@ class _BiasGelu(torch.autograd.Function):
 
 def bias_gelu_impl(y: Tensor, bias: Tensor) -> Tensor:
     """:func:`bias_gelu`, differentiable once, which keeps ``y`` and ``bias`` alone."""
+    check_tensors(y=y, bias=bias)
+    refuse_transforms()
     return _BiasGelu.apply(y, bias)
 
 
@@ -79,7 +81,7 @@ def sqrelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 def swiglu_fwd(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) * y of two tensors of one shape, rounded once."""
-    check_tensors(x=x)
+    check_tensors(x=x, y=y)
     check_like(x, x.shape, y=y)
     out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, y.dtype))
     _swiglu([as_rows(t) for t in (x, y, out)])
@@ -110,6 +112,7 @@ class SwiGLUFunction(torch.autograd.Function):
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) * y of two tensors of one shape, differentiable once; keeps its arguments alone."""
+    refuse_transforms()
     return SwiGLUFunction.apply(x, y)
 
 

@@ -6,6 +6,7 @@ and a few numbers a row are kept.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_attn._arguments import check_tensors, is_readable
-from flash_attn._differentiation import differentiable_once, returned
+from flash_attn._differentiation import differentiable_once, refuse_transforms, returned
 from flash_attn._numbers import flag, integer, real
 from flash_attn._rowwise import accumulation_dtype, check_like, rowwise
 from flash_attn.utils.distributed import all_gather_raw, all_reduce_raw
@@ -51,7 +52,8 @@ def cross_entropy_loss(
     ignore_index : int
         Rows with this label have the loss 0, and the gradient 0.
     inplace_backward : bool
-        Write the gradient to the memory of ``logits``. Then nothing else may use them.
+        Write the gradient to the memory of ``logits``. Then nothing else may use them, nor other
+        slices of a tensor that they are one of.
     process_group : ProcessGroup, optional
         The ranks that hold the columns, the first ones first.
 
@@ -66,7 +68,11 @@ def cross_entropy_loss(
     TypeError, ValueError
         Naming the argument, what was given and what is accepted.
     """
+    refuse_transforms()
     scales = real("logit_scale", logit_scale), real("lse_square_scale", lse_square_scale)
+    for name, scale in zip(("logit_scale", "lse_square_scale"), scales, strict=True):
+        if not math.isfinite(scale):
+            raise ValueError(f"{name} must be finite, got {scale}")
     smoothing = real("label_smoothing", label_smoothing)
     if not 0.0 <= smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {smoothing}")
@@ -191,7 +197,7 @@ def _columns_of_labels(labels: Tensor, first: int, columns: int) -> tuple[Tensor
 def _check(
     logits: Tensor, labels: Tensor, lse: Tensor | None, ignore_index: int, world_size: int
 ) -> None:
-    check_tensors(logits=logits)
+    check_tensors(logits=logits, labels=labels)
     shape = tuple(logits.shape)
     if logits.ndim != 2 or not logits.is_floating_point() or shape[1] == 0:
         raise ValueError(

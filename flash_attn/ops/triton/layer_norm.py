@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flash_attn._arguments import check_tensors
-from flash_attn._differentiation import differentiable_once, returned
+from flash_attn._arguments import check_optional_tensors, check_tensors
+from flash_attn._differentiation import differentiable_once, refuse_transforms, returned
 from flash_attn._numbers import real
 from flash_attn._rowwise import Sums, accumulation_dtype, as_rows, check_like, rowwise
 
@@ -53,6 +53,7 @@ def layer_norm_fn(
         Added to the variance or, with ``is_rms_norm``, which leaves the mean, to the mean square.
     dropout_p : float in [0, 1)
     rowscale : (...), optional
+        Or with all of these dimensions in one, or others of size 1.
     layerscale : (hidden_size,), optional
     prenorm : bool
         Also return the sum, in the dtype of ``residual``. Without a residual that is float32 with
@@ -85,7 +86,14 @@ def layer_norm_fn(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if weight1 is None and bias1 is not None:
         raise ValueError("weight1 must be given with bias1, got None")
-    check_tensors(x=x, rowscale=rowscale)
+    eps = real("eps", eps)
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps must be at least 0 and finite, got {eps}")
+    check_tensors(x=x)
+    check_optional_tensors(rowscale=rowscale)
+    refuse_transforms()
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {type(out_dtype).__name__}")
     for name, given_dtype in (("x", x.dtype), ("out_dtype", out_dtype or x.dtype)):
         if not given_dtype.is_floating_point:
             raise TypeError(f"{name} must be a floating-point dtype, got {given_dtype}")
@@ -104,7 +112,9 @@ def layer_norm_fn(
     if layerscale is not None:
         x = x * layerscale.to(accumulation_dtype(x.dtype))
     if rowscale is not None:
-        if rowscale.numel() == math.prod(shape[:-1]):
+        sizes, rows = ([n for n in x if n != 1] for x in (rowscale.shape, shape[:-1]))
+        one_is_flat = min(len(sizes), len(rows)) <= 1
+        if sizes == rows or (one_is_flat and rowscale.numel() == math.prod(rows)):
             rowscale = rowscale.reshape(shape[:-1])
         check_like(x, shape[:-1], rowscale=rowscale)
         x = x * rowscale.unsqueeze(-1).to(accumulation_dtype(x.dtype))
@@ -119,7 +129,7 @@ def layer_norm_fn(
     compiling = torch.compiler.is_compiling()
     given = [None if t is None or compiling else t.detach() for t in (out, residual_out)]
     terms = (x, residual, x1, *masks)
-    options = real("eps", eps), is_rms_norm, zero_centered_weight, 1.0 - dropout_p
+    options = eps, is_rms_norm, zero_centered_weight, 1.0 - dropout_p
     y, y1, total = _NormalizedSum.apply(*terms, *affine, given, (y_dtype, sum_dtype), options)
     if compiling:
         from flash_attn._in_graph import stored  # which imports the compiler
